@@ -1,0 +1,61 @@
+"""The only file that imports Lightning.
+
+``lightning.pytorch`` and ``pytorch_lightning`` are two separate class trees, always installed together. A process
+works with one of them; robustdist follows the one the user's code has already imported, and ``lightning`` otherwise.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import TYPE_CHECKING, Any
+
+from robustdist.errors import UsageError
+
+__all__ = [
+    "PACKAGE",
+    "Callback",
+    "LightningDataModule",
+    "LightningModule",
+    "Trainer",
+    "check_same_package",
+    "rank_zero_info",
+    "rank_zero_only",
+    "rank_zero_warn",
+    "seed_everything",
+]
+
+_FOLLOW_OTHER = "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules
+PACKAGE = "pytorch_lightning" if _FOLLOW_OTHER else "lightning.pytorch"
+
+if TYPE_CHECKING:
+    from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
+    from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
+else:
+    _root = importlib.import_module(PACKAGE)
+    _rank_zero = importlib.import_module(f"{PACKAGE}.utilities.rank_zero")
+    Callback = _root.Callback
+    LightningDataModule = _root.LightningDataModule
+    LightningModule = _root.LightningModule
+    Trainer = _root.Trainer
+    seed_everything = _root.seed_everything
+    rank_zero_info = _rank_zero.rank_zero_info
+    rank_zero_only = _rank_zero.rank_zero_only
+    rank_zero_warn = _rank_zero.rank_zero_warn
+
+
+def check_same_package(module: Any) -> None:
+    """Refuse a module of the other Lightning package.
+
+    Raises:
+        UsageError: If ``module`` derives from the class tree that robustdist does not follow in this process.
+    """
+    if isinstance(module, LightningModule):
+        return
+    other = "lightning.pytorch" if PACKAGE == "pytorch_lightning" else "pytorch_lightning"
+    if any(base.__module__.split(".")[0] == other.split(".")[0] for base in type(module).__mro__):
+        raise UsageError(
+            f"{type(module).__name__} derives from {other} but robustdist works with {PACKAGE} in this process: "
+            f"import everything from one of the two (write `import {PACKAGE} as pl` in the module, "
+            f"or import {other} before robustdist)"
+        )

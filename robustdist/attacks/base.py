@@ -1,0 +1,374 @@
+"""What all attacks share: arguments, pixel units, purity, precision. An attack writes ``perturb`` and nothing else."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from robustdist.attacks.functional import project
+from robustdist.core.guard import pure
+from robustdist.core.rng import Noise, derive_seed
+from robustdist.errors import UsageError
+from robustdist.types import NORMS, AttackLoss, Bounds, Norm, Number, parse_number
+
+__all__ = ["Attack", "AttackResult", "Problem", "as_logits", "check_class_indices"]
+
+# Room for the rounding of a normalise/denormalise round trip when the range of a batch is checked.
+_BOUNDS_TOLERANCE = 1e-4
+
+
+class AttackResult(NamedTuple):
+    """What an attack found.
+
+    Attributes:
+        x_adv: Adversarial inputs; shape, dtype, device and memory format of ``x``.
+        no_gradient: Shape (batch,), True where the input gradient was zero or non-finite at every step, so that the
+            attack had nothing to follow. A robust accuracy built on such samples says nothing.
+    """
+
+    x_adv: Tensor
+    no_gradient: Tensor
+
+
+@dataclass
+class Problem:
+    """One attack call in pixel units and at least float32: what ``Attack.perturb`` works on.
+
+    Attributes:
+        x: Clean inputs, shape (batch, ...), in pixel units.
+        y: Targets as the attack loss takes them; for a targeted attack the classes to reach.
+        logits: Maps pixel inputs to logits, shape (batch, classes), at least float32.
+        loss: Maps (logits, y) to the loss that the attack increases, one value per sample or a scalar.
+        norm, eps, step_size, bounds: The threat model and the step, in pixel units.
+        noise: The only source of randomness.
+    """
+
+    x: Tensor
+    y: Any
+    logits: Callable[[Tensor], Tensor]
+    loss: Callable[[Tensor, Any], Tensor]
+    norm: Norm
+    eps: float
+    step_size: float
+    bounds: Bounds
+    noise: Noise
+    loss_scale: float = 1.0
+    followed: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.followed = torch.zeros(len(self.x), dtype=torch.bool, device=self.x.device)
+
+    def gradient(self, x_adv: Tensor) -> Tensor:
+        """Return the gradient of the summed loss at ``x_adv``; entries that are not finite become zero.
+
+        The loss is summed, not averaged: a sample's gradient must not depend on who shares its batch. It is taken
+        with respect to the input alone, so nothing reaches the weights or DDP's reducer.
+        """
+        x_adv = x_adv.detach().requires_grad_()
+        loss = self.loss(self.logits(x_adv), self.y).sum()
+        if not loss.requires_grad:
+            raise UsageError(
+                "the model's output does not depend on its input through autograd: "
+                "remove no_grad/detach/argmax from forward, or name the differentiable part with the option forward"
+            )
+        if self.loss_scale != 1.0:
+            loss = loss * self.loss_scale
+        (grad,) = torch.autograd.grad(loss, x_adv)
+        # min and max are NaN where any entry is
+        low, high = grad.flatten(1).aminmax(dim=1)
+        usable = torch.isfinite(low) & torch.isfinite(high) & ((low < 0) | (high > 0))
+        self.followed |= usable
+        return grad if bool(usable.all()) else torch.nan_to_num(grad, nan=0.0, posinf=0.0, neginf=0.0)
+
+    def project(self, x_adv: Tensor) -> Tensor:
+        """Return ``x_adv`` projected onto the threat model."""
+        return project(x_adv, self.x, self.eps, self.norm, self.bounds)
+
+
+def as_logits(output: Any) -> Tensor:
+    """Take the logits out of a model's output: a tensor, or an object or mapping with ``logits``.
+
+    Raises:
+        UsageError: If there are none.
+    """
+    found = output
+    if not isinstance(found, Tensor):
+        found = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
+    if not isinstance(found, Tensor):
+        raise UsageError(
+            f"the model returned {type(output).__name__}, not logits: "
+            "name a sub-module that returns them with the option forward, or pass a function forward(module, x, batch)"
+        )
+    return found
+
+
+def _cross_entropy(logits: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(logits, y, reduction="none")
+
+
+def _margin(logits: Tensor, y: Tensor) -> Tensor:
+    own = logits.gather(1, y[:, None])[:, 0]
+    best_other = logits.scatter(1, y[:, None], -math.inf).amax(1)
+    return best_other - own
+
+
+_LOSSES: dict[str, AttackLoss] = {"ce": _cross_entropy, "margin": _margin}
+
+
+class Attack(ABC):
+    """Base of all attacks: ``x_adv = attack(model, x, y)``.
+
+    ``model`` maps inputs to logits of shape (batch, classes). ``x`` is not changed. The model's modes, buffers,
+    gradients and ``requires_grad`` flags and all global random states are afterwards as before, also when the model
+    raises.
+
+    Args:
+        norm: Norm of the ball, "linf", "l2" or "l1".
+        eps: Radius in pixel units, a number or a fraction such as "8/255".
+        step_size: Length of one step in pixel units, in ``norm``.
+        targeted: If True, ``y`` holds the classes to reach and the loss is decreased.
+        bounds: Smallest and largest valid pixel; None for inputs without a box.
+        mean: Per-channel mean when ``x`` arrives normalised; ``eps``, ``step_size`` and ``bounds`` stay in pixels.
+        std: Per-channel standard deviation when ``x`` arrives normalised.
+        attack_loss: "ce" (cross-entropy), "margin" (largest other logit minus own), or a function of (logits, y).
+        model_mode: "eval", or "train" to attack the model as the training step sees it.
+        seed: Seed of all random draws.
+
+    Raises:
+        UsageError: If an argument is out of range.
+    """
+
+    #: Whether ``targeted=True`` means anything to this attack.
+    supports_targeted = True
+
+    def __init__(
+        self,
+        *,
+        norm: Norm = "linf",
+        eps: Number = "8/255",
+        step_size: Number = "2/255",
+        targeted: bool = False,
+        bounds: Bounds = (0.0, 1.0),
+        mean: float | Sequence[float] | None = None,
+        std: float | Sequence[float] | None = None,
+        attack_loss: Literal["ce", "margin"] | AttackLoss = "ce",
+        model_mode: Literal["eval", "train"] = "eval",
+        seed: int = 0,
+    ) -> None:
+        if norm not in NORMS:
+            raise UsageError(f"norm={norm!r} is unknown: choose one of {', '.join(NORMS)}")
+        if bounds is not None and (len(bounds) != 2 or not bounds[0] < bounds[1]):
+            raise UsageError(f"bounds={bounds!r} must be (smallest, largest) pixel value, for example (0.0, 1.0)")
+        self.norm: Norm = norm
+        self.eps = parse_number(eps, "eps")
+        self.step_size = parse_number(step_size, "step_size")
+        for option, value in (("eps", self.eps), ("step_size", self.step_size)):
+            if not 0 <= value < math.inf:
+                raise UsageError(f"{option}={value} must be a finite number that is not negative")
+        if bounds is not None and norm == "linf" and self.eps > bounds[1] - bounds[0]:
+            raise UsageError(
+                f"eps={self.eps:g} is larger than the whole pixel range {tuple(bounds)}: "
+                f"give it in the units of bounds, for example eps={self.eps:g}/255, or set bounds=(0, 255)"
+            )
+        if (mean is None) != (std is None):
+            raise UsageError("mean and std belong together: give both, or neither for inputs in pixel units")
+        if targeted and not self.supports_targeted:
+            raise UsageError(f"{type(self).__name__} has no targeted mode: remove targeted=True or choose another attack")
+        if isinstance(attack_loss, str) and attack_loss not in _LOSSES:
+            raise UsageError(f"attack_loss={attack_loss!r} is unknown: choose ce, margin or pass a function")
+        if model_mode not in ("eval", "train"):
+            raise UsageError(f"model_mode={model_mode!r} is unknown: choose eval or train")
+        self.bounds: Bounds = None if bounds is None else (float(bounds[0]), float(bounds[1]))
+        self.mean = mean
+        self.std = std
+        self.targeted = targeted
+        self.attack_loss = attack_loss
+        self.model_mode: Literal["eval", "train"] = model_mode
+        self.seed = seed
+
+    @abstractmethod
+    def perturb(self, problem: Problem) -> Tensor:
+        """Return adversarial inputs for ``problem``, in its units; the base class projects them once more."""
+
+    def __call__(self, model: nn.Module, x: Tensor, y: Any, **kwargs: Any) -> Tensor:
+        """Return adversarial inputs; shapes and keyword arguments as in ``run``."""
+        return self.run(model, x, y, **kwargs).x_adv
+
+    def run(
+        self,
+        model: nn.Module,
+        x: Tensor,
+        y: Any,
+        *,
+        forward: Callable[[Tensor], Any] | None = None,
+        rank: int = 0,
+        step: int = 0,
+        sample_ids: Sequence[int] | None = None,
+        eps_scale: float = 1.0,
+        step_scale: float = 1.0,
+        loss_scale: float = 1.0,
+    ) -> AttackResult:
+        """Attack one batch.
+
+        Args:
+            model: The module that is left as it was; also the function attacked unless ``forward`` is given.
+            x: Inputs, shape (batch, ...), floating point, within ``bounds`` (after undoing ``mean`` and ``std``).
+            y: Class indices of shape (batch,), or whatever a custom ``attack_loss`` takes.
+            forward: Maps inputs to logits; default ``model``.
+            rank: Global rank, part of the random key.
+            step: Number of this call in the run, part of the random key.
+            sample_ids: One integer per row; then draws depend on (seed, id) instead of (seed, rank, step).
+            eps_scale: Factor on ``eps`` for this call, as schedules use it.
+            step_scale: Factor on ``step_size`` for this call.
+            loss_scale: Factor on the loss, against underflow in half precision.
+
+        Raises:
+            UsageError: If ``x`` is not floating point or leaves ``bounds``, or ``y`` does not fit ``attack_loss``.
+        """
+        if not x.is_floating_point():
+            raise UsageError(f"the input has dtype {x.dtype}: an attack needs floating-point inputs, convert them first")
+        noise = Noise(self.seed, rank, step, sample_ids)
+        with pure(model, self.model_mode, x.device, derive_seed(self.seed, "model", rank, step)):
+            # clone: a tensor made in inference mode cannot take part in autograd
+            x_input = x.detach().clone()
+            y = y.clone() if isinstance(y, Tensor) and y.is_inference() else y
+            pixels = self.to_pixels(x_input)
+            self._check_range(pixels)
+            problem = Problem(
+                x=pixels,
+                y=y,
+                logits=self._pixel_logits(model if forward is None else forward, x_input),
+                loss=self._loss(),
+                norm=self.norm,
+                eps=self.eps * eps_scale,
+                step_size=self.step_size * step_scale,
+                bounds=self.bounds,
+                noise=noise,
+                loss_scale=loss_scale,
+            )
+            if problem.eps == 0 or len(x) == 0:
+                return AttackResult(x_input, torch.zeros(len(x), dtype=torch.bool, device=x.device))
+            x_adv = self._finish(self.perturb(problem).detach(), problem)
+            return AttackResult(self._to_input(x_adv, pixels, x_input, problem.eps), ~problem.followed)
+
+    def settings(self) -> dict[str, Any]:
+        """Return the attack's arguments as plain values, for reports and logs."""
+        plain = (str, int, float, bool, type(None))
+        settings: dict[str, Any] = {"attack": type(self).__name__}
+        for name, value in vars(self).items():
+            if isinstance(value, plain):
+                settings[name] = value
+            elif isinstance(value, Sequence):
+                settings[name] = list(value)
+            elif callable(value):
+                settings[name] = getattr(value, "__qualname__", type(value).__name__)
+        return settings
+
+    def __repr__(self) -> str:
+        arguments = ", ".join(f"{name}={value!r}" for name, value in self.settings().items() if name != "attack")
+        return f"{type(self).__name__}({arguments})"
+
+    def _finish(self, x_adv: Tensor, problem: Problem) -> Tensor:
+        return problem.project(x_adv)
+
+    def _loss(self) -> Callable[[Tensor, Any], Tensor]:
+        builtin = isinstance(self.attack_loss, str)
+        loss = _LOSSES[self.attack_loss] if isinstance(self.attack_loss, str) else self.attack_loss
+        unchecked = builtin
+
+        def signed(logits: Tensor, y: Any) -> Tensor:
+            nonlocal unchecked
+            if unchecked:  # once per call: the checks read values back from the device
+                check_class_indices(logits, y)
+                unchecked = False
+            value = loss(logits, y)
+            return -value if self.targeted else value
+
+        return signed
+
+    def _statistics(self, like: Tensor) -> tuple[Tensor, Tensor] | None:
+        if self.mean is None or self.std is None:
+            return None
+        shape = [-1] + [1] * max(0, like.dim() - 2)
+        mean, std = (torch.as_tensor(value, dtype=like.dtype, device=like.device) for value in (self.mean, self.std))
+        for name, value in (("mean", mean), ("std", std)):
+            if value.numel() not in (1, like.shape[1]):
+                raise UsageError(
+                    f"{name} has {value.numel()} entries but the input has {like.shape[1]} channels: give one per channel"
+                )
+        return mean.view(shape), std.view(shape)
+
+    def to_pixels(self, x: Tensor) -> Tensor:
+        """Return ``x`` in pixel units, at least float32."""
+        pixels = x.to(torch.promote_types(x.dtype, torch.float32))
+        statistics = self._statistics(pixels)
+        return pixels if statistics is None else pixels * statistics[1] + statistics[0]
+
+    def _from_pixels(self, pixels: Tensor) -> Tensor:
+        statistics = self._statistics(pixels)
+        return pixels if statistics is None else (pixels - statistics[0]) / statistics[1]
+
+    def _pixel_logits(self, forward: Callable[[Tensor], Any], x: Tensor) -> Callable[[Tensor], Tensor]:
+        dtype = x.dtype
+
+        def logits(pixels: Tensor) -> Tensor:
+            output = as_logits(forward(self._from_pixels(pixels).to(dtype)))
+            return output.to(torch.promote_types(output.dtype, torch.float32))
+
+        return logits
+
+    def _check_range(self, pixels: Tensor) -> None:
+        if pixels.numel() == 0 or self.bounds is None:
+            return
+        low, high = (float(value) for value in torch.aminmax(pixels.detach()))
+        slack = _BOUNDS_TOLERANCE * (self.bounds[1] - self.bounds[0])
+        if not (low >= self.bounds[0] - slack and high <= self.bounds[1] + slack):
+            raise UsageError(
+                f"the images span [{low:.4g}, {high:.4g}] but bounds={tuple(self.bounds)}: scale them, set bounds, "
+                "or give mean and std if they are normalised"
+            )
+        limit = (self.bounds[1] - self.bounds[0]) * {"linf": 1.0, "l2": pixels[0].numel() ** 0.5}.get(
+            self.norm, pixels[0].numel()
+        )
+        if self.eps > limit:
+            raise UsageError(f"eps={self.eps:g} exceeds the {self.norm} diameter {limit:g} of the image box: reduce eps")
+
+    def _to_input(self, x_adv: Tensor, pixels: Tensor, x: Tensor, eps: float) -> Tensor:
+        result = self._from_pixels(x_adv).to(x.dtype)
+        if x.dtype in (torch.float16, torch.bfloat16) and self.norm == "linf" and self.mean is None:
+            # rounding to half precision may step over the radius: go back one representable number
+            outside = (result.to(pixels.dtype) - pixels).abs() > eps
+            result = torch.where(outside, torch.nextafter(result, x), result)
+        return torch.empty_like(x).copy_(result)
+
+
+def check_class_indices(logits: Tensor, y: Any) -> None:
+    """Refuse targets that are not class indices.
+
+    Raises:
+        UsageError: If ``y`` is not an integer tensor of shape (batch,) with values in [0, classes).
+    """
+    if logits.dim() != 2:
+        raise UsageError(
+            f"the model returned shape {tuple(logits.shape)}, not (batch, classes): "
+            "set attack_loss to a function of (output, target) for other tasks"
+        )
+    integer = isinstance(y, Tensor) and not y.is_floating_point() and not y.is_complex() and y.dtype != torch.bool
+    if not integer or y.dim() != 1 or len(y) != len(logits):
+        found = f"{y.dtype} of shape {tuple(y.shape)}" if isinstance(y, Tensor) else type(y).__name__
+        raise UsageError(
+            f"the targets are {found}, not class indices of shape (batch,): "
+            "set attack_loss to a function of (logits, target) for other tasks"
+        )
+    if len(y) and not 0 <= int(y.min()) <= int(y.max()) < logits.shape[1]:
+        raise UsageError(
+            f"the targets span [{int(y.min())}, {int(y.max())}] but the model has {logits.shape[1]} classes: "
+            "map them to 0..classes-1, or set attack_loss"
+        )

@@ -1,0 +1,106 @@
+"""Projected gradient descent."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from robustdist.attacks.base import Attack, Problem
+from robustdist.attacks.functional import ascent_step, random_start
+from robustdist.errors import UsageError
+from robustdist.types import Number, parse_number
+
+__all__ = ["PGD"]
+
+
+class PGD(Attack):
+    r"""Projected gradient descent on the input.
+
+    .. math:: x_{k+1} = \Pi_{B_\epsilon(x) \cap [lo, hi]} \big( x_k + \alpha \, d(\nabla_x \ell(x_k, y)) \big)
+
+    with :math:`d` the sign (linf), the normalised gradient (l2) or a sparse step (l1). With ``restarts`` the best of
+    several random starts is kept per sample: a misclassified one before any other, then the larger loss.
+
+    Args:
+        steps: Number of gradient steps, at least 1.
+        step_size: Length of a step; default ``2.5 * eps / steps``.
+        random_start: Start from a random point of the ball instead of from ``x``.
+        restarts: Number of runs from different starts, at least 1; more than one needs ``random_start``.
+        **kwargs: As in :class:`~robustdist.attacks.base.Attack`.
+
+    Raises:
+        UsageError: If an argument is out of range.
+
+    References:
+        Madry et al., "Towards Deep Learning Models Resistant to Adversarial Attacks".
+
+    Example:
+        >>> import torch
+        >>> model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(4, 3))
+        >>> x, y = torch.rand(2, 1, 2, 2), torch.tensor([0, 2])
+        >>> x_adv = PGD(eps=0.1, steps=3)(model, x, y)
+        >>> bool((x_adv - x).abs().max() <= 0.1 + 1e-6)
+        True
+    """
+
+    def __init__(
+        self,
+        *,
+        eps: Number = "8/255",
+        steps: int = 10,
+        step_size: Number | None = None,
+        random_start: bool = True,
+        restarts: int = 1,
+        **kwargs: Any,
+    ) -> None:
+        for option, value in (("steps", steps), ("restarts", restarts)):
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise UsageError(f"{option}={value!r} must be a whole number of at least 1")
+        if restarts > 1 and not random_start:
+            raise UsageError("restarts > 1 repeats the same run unless random_start=True: set it, or use restarts=1")
+        if step_size is None:
+            step_size = 2.5 * parse_number(eps, "eps") / steps
+        super().__init__(eps=eps, step_size=step_size, **kwargs)
+        self.steps = steps
+        self.random_start = random_start
+        self.restarts = restarts
+
+    def perturb(self, problem: Problem) -> Tensor:
+        """Run ``restarts`` times and keep the best result per sample."""
+        best = self._descend(problem, 0)
+        if self.restarts == 1:
+            return best
+        best_score = self._score(problem, best)
+        for restart in range(1, self.restarts):
+            candidate = self._descend(problem, restart)
+            score = self._score(problem, candidate)
+            better = score > best_score
+            best_score = torch.where(better, score, best_score)
+            best = torch.where(better.view(-1, *[1] * (best.dim() - 1)), candidate, best)
+        return best
+
+    def _descend(self, problem: Problem, restart: int) -> Tensor:
+        x_adv = problem.x
+        if self.random_start:
+            x_adv = random_start(x_adv, problem.eps, problem.norm, problem.bounds, problem.noise, restart)
+        for _ in range(self.steps):
+            grad = problem.gradient(x_adv)
+            step = ascent_step(grad, x_adv, problem.norm, problem.bounds)
+            x_adv = problem.project(x_adv + problem.step_size * step)
+        return x_adv
+
+    def _score(self, problem: Problem, x_adv: Tensor) -> Tensor:
+        with torch.no_grad():
+            logits = problem.logits(x_adv)
+            loss = problem.loss(logits, problem.y)
+        if loss.shape != (len(x_adv),):
+            raise UsageError(
+                "restarts > 1 compares samples, so attack_loss must return one value per sample (reduction='none')"
+            )
+        if not isinstance(self.attack_loss, str):
+            return loss
+        wrong = (logits.argmax(1) == problem.y) if self.targeted else (logits.argmax(1) != problem.y)
+        # any success ranks above every failure; arctan keeps the order of the losses and is bounded
+        return torch.atan(loss.double()) + 10.0 * wrong

@@ -1,0 +1,189 @@
+"""Attacks of the torchattacks package behind the same contract as ours."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from robustdist.attacks.base import Attack, AttackResult, Problem
+from robustdist.core.guard import frozen_parameters
+from robustdist.errors import UsageError
+from robustdist.types import Norm, parse_number
+
+__all__ = ["TorchAttack"]
+
+_NORM_NAMES = {"linf": "Linf", "l2": "L2", "l1": "L1"}
+#: Fewest classes that the loss inside these attacks can sort (difference of logits ratio).
+_MIN_CLASSES = {"APGDT": 4, "AutoAttack": 4}
+_LENGTHS = ("eps", "alpha")
+
+
+class TorchAttack(Attack):
+    """Any class of torchattacks by name, with its side effects shielded.
+
+    torchattacks puts the model in another mode and does not put it back when the attack fails, reseeds the global
+    generators, leaves gradients on the weights (CW, FAB, DeepFool, JSMA), needs gradients that Lightning's
+    evaluation loops switch off, and assumes images in [0, 1] and ten classes. Here none of that is visible, and
+    ``n_classes`` follows the model. Its attacks draw one random stream for the whole batch, so unlike robustdist's
+    own they can depend slightly on the batch size.
+
+    Note:
+        ``TorchAttack("AutoAttack")`` is torchattacks' preset, which runs far fewer steps than the published AutoAttack
+        and reports a higher robust accuracy. Pass ``steps`` to its single attacks instead.
+
+    Args:
+        name: Class of torchattacks, for example "APGDT", "CW" or "Square".
+        settings: Arguments of that class, for YAML; ``eps`` and ``alpha`` are in pixel units and may be fractions.
+        bounds: As in :class:`~robustdist.attacks.base.Attack`.
+        mean: As in :class:`~robustdist.attacks.base.Attack`.
+        std: As in :class:`~robustdist.attacks.base.Attack`.
+        targeted: As in :class:`~robustdist.attacks.base.Attack`.
+        seed: As in :class:`~robustdist.attacks.base.Attack`.
+        **kwargs: Arguments of that class, for Python.
+
+    Raises:
+        UsageError: If torchattacks is missing, has no such class, or the class does not take the arguments.
+
+    Example:
+        >>> TorchAttack("APGDT", norm="linf", eps="8/255", steps=20)  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        name: str,
+        settings: dict[str, Any] | None = None,
+        *,
+        bounds: tuple[float, float] = (0.0, 1.0),
+        mean: float | list[float] | None = None,
+        std: float | list[float] | None = None,
+        targeted: bool = False,
+        seed: int = 0,
+        **kwargs: Any,
+    ) -> None:
+        merged = {**(settings or {}), **kwargs}
+        self.name = name
+        factory = _find(name)
+        for option in _LENGTHS:
+            if option in merged:
+                merged[option] = parse_number(merged[option], option)
+        norm = _norm_of(factory, merged)
+        if "norm" in merged:
+            merged["norm"] = _NORM_NAMES.get(str(merged["norm"]).lower(), merged["norm"])
+        accepted = inspect.signature(factory).parameters
+        for option in merged:
+            if option not in accepted or option == "model":
+                known = ", ".join(parameter for parameter in accepted if parameter != "model")
+                raise UsageError(f"torchattacks.{name} has no argument {option!r}: it takes {known}")
+        default_eps = accepted["eps"].default if "eps" in accepted else 0.0
+        super().__init__(
+            norm=norm,
+            eps=merged.get("eps", default_eps),
+            step_size=merged.get("alpha", 0.0),
+            bounds=bounds,
+            mean=mean,
+            std=std,
+            seed=seed,
+        )
+        self.targeted = targeted
+        self.torchattacks_settings = merged
+        self._has_eps = "eps" in accepted
+
+    def run(self, model: nn.Module, x: Tensor, y: Any, *, eps_scale: float = 1.0, **kwargs: Any) -> AttackResult:
+        """Attack one batch; arguments as in :meth:`Attack.run`."""
+        if eps_scale != 1.0 and not self._has_eps:
+            raise UsageError(f"torchattacks.{self.name} has no eps, so eps_schedule has nothing to scale: remove it")
+        with frozen_parameters(model):
+            return super().run(model, x, y, eps_scale=eps_scale, **kwargs)
+
+    def perturb(self, problem: Problem) -> Tensor:
+        """Build the torchattacks object around ``problem`` and run it in the unit range that it assumes."""
+        low, high = problem.bounds if problem.bounds is not None else (0.0, 1.0)
+        span = high - low
+        factory = _find(self.name)
+        with torch.no_grad():
+            logits = problem.logits(problem.x)
+        problem.loss(logits, problem.y)  # checks the targets
+        num_classes = logits.shape[1]
+        if num_classes < _MIN_CLASSES.get(self.name, 2):
+            raise UsageError(
+                f"torchattacks.{self.name} needs at least {_MIN_CLASSES[self.name]} classes, the model has {num_classes}: "
+                "use TorchAttack('APGD', loss='ce') or PGD instead"
+            )
+        settings = dict(self.torchattacks_settings)
+        if self._has_eps:
+            settings["eps"] = problem.eps / span
+        if "alpha" in settings:
+            settings["alpha"] = problem.step_size / span
+        if "n_classes" in inspect.signature(factory).parameters:
+            settings.setdefault("n_classes", num_classes)
+        attack = factory(_UnitRange(problem, low, span), **settings)
+        if self.targeted:
+            try:
+                attack.set_mode_targeted_by_label(quiet=True)
+            except ValueError:
+                raise UsageError(f"torchattacks.{self.name} has no targeted mode: set targeted=False") from None
+        problem.followed.fill_(True)  # whether it had a gradient to follow cannot be seen from outside
+        x_adv: Tensor = attack((problem.x - low) / span, problem.y) * span + low
+        return x_adv
+
+    def settings(self) -> dict[str, Any]:
+        """Return the attack's arguments as plain values."""
+        keep = {"name": self.name, "norm": self.norm, "seed": self.seed, "targeted": self.targeted}
+        eps = {"eps": self.eps} if self._has_eps else {}
+        return {"attack": "TorchAttack", **keep, **eps, **self.torchattacks_settings}
+
+    def _finish(self, x_adv: Tensor, problem: Problem) -> Tensor:
+        if self._has_eps:
+            return problem.project(x_adv)
+        return x_adv if problem.bounds is None else x_adv.clamp(*problem.bounds)
+
+
+class _UnitRange(nn.Module):
+    """The attacked function on images in [0, 1]; holds no sub-module, so mode changes do not reach the user's."""
+
+    def __init__(self, problem: Problem, low: float, span: float) -> None:
+        super().__init__()
+        self._call = lambda x: problem.logits(x * span + low)
+        # torchattacks asks the first parameter for the device
+        self.device_probe = nn.Parameter(torch.empty(0, device=problem.x.device), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self._call(x)
+        return logits
+
+
+def _find(name: str) -> Callable[..., Any]:
+    try:
+        import torchattacks
+        from torchattacks.attack import Attack as Foreign
+    except ImportError as error:
+        raise UsageError(
+            f"TorchAttack({name!r}) needs torchattacks ({error}): pip install 'robustdist[attacks]'"
+        ) from error
+    found = getattr(torchattacks, name, None)
+    if isinstance(found, type) and issubclass(found, Foreign):
+        return found
+    classes = [key for key, value in vars(torchattacks).items() if isinstance(value, type) and issubclass(value, Foreign)]
+    close = difflib.get_close_matches(name, classes, n=1, cutoff=0.4) or sorted(classes)[:1]
+    raise UsageError(f"torchattacks has no attack {name!r}: did you mean {close[0]!r}?")
+
+
+def _norm_of(factory: Callable[..., Any], settings: Mapping[str, Any]) -> Norm:
+    given = settings.get("norm")
+    if given is None:
+        # every class states it in its docstring, the first one is the default
+        match = re.search(r"Distance Measure\s*:\s*(\w+)", inspect.getdoc(factory) or "")
+        given = match.group(1) if match else "linf"
+    lowered = str(given).lower()
+    for norm in ("linf", "l2", "l1"):
+        if lowered == norm:
+            return norm
+    if settings.get("norm") is None:
+        return "linf"
+    raise UsageError(f"norm={given!r} is unknown: choose one of linf, l2, l1")

@@ -1,0 +1,49 @@
+"""Names shared by all packages: norms, bounds, numbers as people write them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from typing import Any, Literal, TypeAlias
+
+from torch import Tensor
+
+from robustdist.errors import UsageError
+
+__all__ = ["NORMS", "AttackLoss", "Bounds", "Norm", "Number", "parse_number"]
+
+Norm: TypeAlias = Literal["linf", "l2", "l1"]
+NORMS: tuple[Norm, ...] = ("linf", "l2", "l1")
+
+#: Smallest and largest valid pixel, or None for inputs without a box.
+Bounds: TypeAlias = Sequence[float] | None
+
+#: A number, or a fraction written as people write radii: ``"8/255"``.
+Number: TypeAlias = float | int | str
+
+#: ``attack_loss(logits, target)``: one value per sample, or a scalar summed over the batch.
+AttackLoss: TypeAlias = Callable[[Tensor, Any], Tensor]
+
+
+def parse_number(value: Number, option: str) -> float:
+    """Return ``value`` as a float; fractions such as ``"8/255"`` are evaluated exactly.
+
+    Args:
+        value: A number or a string holding a number or a fraction.
+        option: Name of the option, for the message.
+
+    Raises:
+        UsageError: If ``value`` is not a number.
+
+    Example:
+        >>> parse_number("8/255", "eps") == 8 / 255
+        True
+    """
+    if isinstance(value, str):
+        try:
+            return float(Fraction(value.replace(" ", "")))
+        except (ValueError, ZeroDivisionError):
+            raise UsageError(f"{option}={value!r} is not a number: write a decimal or a fraction such as 8/255") from None
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise UsageError(f"{option}={value!r} is not a number: write a decimal or a fraction such as 8/255")
+    return float(value)
