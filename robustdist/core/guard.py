@@ -6,12 +6,20 @@ import random
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["forked_rng", "frozen_parameters", "module_mode", "pure", "unchanged_buffers"]
+__all__ = [
+    "forked_rng",
+    "frozen_parameters",
+    "module_mode",
+    "ordinary_attributes",
+    "ordinary_tensors",
+    "pure",
+    "unchanged_buffers",
+]
 
 
 @contextmanager
@@ -19,12 +27,14 @@ def module_mode(module: nn.Module, mode: Literal["eval", "train"]) -> Iterator[N
     """Switch ``module`` to ``mode`` and restore the flag of every sub-module afterwards.
 
     ``module.train(flag)`` would flatten the flags of sub-modules the user froze on purpose. Mode "train" therefore
-    leaves all flags as they are: the attack then sees the model as the training step does.
+    leaves all flags as they are: the attack then sees the model as the training step does. Only flags are written,
+    ``module.eval()`` is never called: an override of it may do more, such as merging low-rank weights.
     """
     flags = [(submodule, submodule.training) for submodule in module.modules()]
-    if mode == "eval":
-        module.eval()
     try:
+        if mode == "eval":
+            for submodule, _ in flags:
+                submodule.training = False
         yield
     finally:
         for submodule, flag in flags:
@@ -33,11 +43,14 @@ def module_mode(module: nn.Module, mode: Literal["eval", "train"]) -> Iterator[N
 
 @contextmanager
 def unchanged_buffers(module: nn.Module) -> Iterator[None]:
-    """Restore every buffer of ``module``: its values, and the tensor object itself where a forward replaced it."""
-    saved: list[tuple[nn.Module, str, Tensor, Tensor]] = [
-        (owner, name, buffer, buffer.detach().clone())
+    """Restore every buffer of ``module``: its values, and the tensor object itself where a forward replaced it.
+
+    A buffer registered as None becomes None again. One that a forward registers for the first time stays.
+    """
+    saved: list[tuple[nn.Module, str, Tensor | None, Tensor | None]] = [
+        (owner, name, buffer, None if buffer is None else buffer.detach().clone())
         for owner in module.modules()
-        for name, buffer in owner.named_buffers(recurse=False)
+        for name, buffer in owner._buffers.items()
     ]
     try:
         yield
@@ -46,8 +59,55 @@ def unchanged_buffers(module: nn.Module) -> Iterator[None]:
             for owner, name, buffer, values in saved:
                 owner._buffers[name] = buffer
                 # compared by value: batch norm updates its statistics without touching their version counter
-                if not torch.equal(buffer, values):
+                if buffer is not None and values is not None and not torch.equal(buffer, values):
                     buffer.copy_(values)
+
+
+def ordinary_tensors(value: Any) -> Any:
+    """Return ``value`` with copies in the place of inference tensors, also inside tuples, lists and dictionaries.
+
+    Autograd refuses a tensor that was made in inference mode. Anything else is returned as it is.
+    """
+    if isinstance(value, Tensor):
+        if not value.is_inference():
+            return value
+        copy = value.detach().clone()
+        return nn.Parameter(copy, value.requires_grad) if isinstance(value, nn.Parameter) else copy
+    if isinstance(value, (tuple, list)):
+        items = [ordinary_tensors(item) for item in value]
+        if all(new is old for new, old in zip(items, value, strict=True)):
+            return value
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if isinstance(value, dict):
+        replaced = {key: ordinary_tensors(item) for key, item in value.items()}
+        return value if all(replaced[key] is item for key, item in value.items()) else replaced
+    return value
+
+
+@contextmanager
+def ordinary_attributes(module: nn.Module) -> Iterator[None]:
+    """Put copies in the place of the inference tensors that ``module`` holds; put the originals back afterwards.
+
+    A forward in Lightning's evaluation loops may have cached them in attributes (tables of positions, masks), and a
+    module built there has inference tensors for weights. Lists are left alone: users collect results in them.
+    """
+    replaced: list[tuple[dict[str, Any], str, Any, Any]] = []
+    try:
+        for owner in module.modules():
+            attributes = vars(owner)
+            for store in (attributes, *(value for value in attributes.values() if isinstance(value, dict))):
+                for name, value in store.items():
+                    copy = ordinary_tensors(value) if isinstance(value, (Tensor, tuple)) else value
+                    if copy is not value:
+                        replaced.append((store, name, value, copy))
+        for store, name, _, copy in replaced:
+            store[name] = copy
+        yield
+    finally:
+        for store, name, value, copy in replaced:
+            # a forward may have computed a new one meanwhile, for another shape say
+            if store.get(name) is copy:
+                store[name] = value
 
 
 @contextmanager
@@ -63,6 +123,9 @@ def forked_rng(device: torch.device, seed: int) -> Iterator[None]:
         torch.default_generator.manual_seed(seed)
         if accelerated:
             torch.get_device_module(device.type).manual_seed(seed)
+        random.seed(seed)
+        if numpy is not None:
+            numpy.random.seed(seed % 2**32)
         try:
             yield
         finally:
@@ -78,7 +141,11 @@ def frozen_parameters(module: nn.Module) -> Iterator[None]:
     For foreign code that calls ``backward()``: nothing then reaches the weights, so neither gradient accumulation
     nor DDP's reducer sees the attack.
     """
-    saved = [(parameter, parameter.requires_grad, parameter.grad) for parameter in module.parameters()]
+    saved = [
+        (parameter, parameter.requires_grad, parameter.grad)
+        for parameter in module.parameters()
+        if not parameter.is_inference()  # takes no gradient, and its flag cannot be set outside inference mode
+    ]
     try:
         for parameter, _, _ in saved:
             parameter.grad = None
@@ -100,6 +167,7 @@ def pure(module: nn.Module, mode: Literal["eval", "train"], device: torch.device
         torch.inference_mode(False),
         torch.enable_grad(),
         module_mode(module, mode),
+        ordinary_attributes(module),
         unchanged_buffers(module),
         forked_rng(device, seed),
     ):

@@ -22,8 +22,8 @@ def derive_seed(*key: int | str) -> int:
     """
     digest = hashlib.blake2b(digest_size=8)
     for part in key:
-        encoded = part.encode() if isinstance(part, str) else struct.pack("<q", part)
-        digest.update(struct.pack("<q", len(encoded)) + encoded)
+        kind, encoded = (b"s", part.encode()) if isinstance(part, str) else (b"i", struct.pack("<q", part))
+        digest.update(kind + struct.pack("<q", len(encoded)) + encoded)
     return int(struct.unpack("<Q", digest.digest())[0]) >> 1
 
 

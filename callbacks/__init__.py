@@ -1,0 +1,6 @@
+"""Callbacks for the Trainer."""
+
+from robustdist.callbacks.adversarial_training import AdversarialTraining
+from robustdist.callbacks.robust_evaluation import RobustEvaluation
+
+__all__ = ["AdversarialTraining", "RobustEvaluation"]

@@ -1,0 +1,282 @@
+"""Adversarial training of an unmodified LightningModule."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from robustdist._lightning import Callback, LightningModule, Trainer, check_same_package, rank_zero_warn
+from robustdist.attacks.base import Attack
+from robustdist.attacks.pgd import PGD
+from robustdist.attacks.schedules import Schedule
+from robustdist.core.batch import BatchAdapter
+from robustdist.core.forward import (
+    AttackPrecision,
+    Forward,
+    as_logits,
+    bind_forward,
+    guarded_logits,
+    looks_like_probabilities,
+    precision_context,
+)
+from robustdist.core.muted import StepMuter
+from robustdist.core.redirect import StepInterceptor, check_step_can_be_intercepted
+from robustdist.errors import RobustDistWarning, UsageError
+from robustdist.objectives.base import Objective, ObjectiveContext
+from robustdist.objectives.pgd_at import PGDAT
+from robustdist.types import AttackLoss
+
+__all__ = ["AdversarialTraining"]
+
+# Share of images without a gradient to follow above which the user is told.
+_NO_GRADIENT_SHARE = 0.1
+
+
+class AdversarialTraining(Callback):
+    """Trains the module on an adversarial objective; the module itself does not change.
+
+    The user's ``training_step`` is called with a rebuilt batch, inside the strategy's forward and precision context.
+    The attack runs on the module without its distributed wrapper, differentiates with respect to the input alone and
+    leaves modes, buffers, gradients and random states as they were.
+
+    Logged: ``robust/eps`` (radius in use) and what the objective reports, for example ``robust/clean_loss``.
+
+    Args:
+        objective: The outer loss; default :class:`~robustdist.objectives.PGDAT`.
+        attack: The inner maximiser; default :class:`~robustdist.attacks.PGD` (linf, 8/255, 10 steps).
+        input_key: Key, attribute or position of the input in the batch, when it cannot be told.
+        target_key: Key, attribute or position of the target in the batch, when it cannot be told.
+        forward: What maps inputs to logits: None for the module itself, the path of a sub-module, or a function
+            (module, x, batch).
+        attack_loss: Loss of (logits, target) that the attack increases, in place of the attack's own; needed for
+            targets that are not class indices.
+        precision: Precision of the attack's forward passes: "inherit" from the trainer, "bf16" (autocast) or "32".
+            Perturbation and projection are in float32 in any case.
+        channels_last: Keep four-dimensional weights and inputs in channels-last order during fit.
+        eps_schedule: Factor on the radius over training, for example ``LinearRamp(share=0.3)``; counts executed
+            optimiser steps.
+        step_size_schedule: The same for the step size; default ``eps_schedule``.
+        order: Place among other step transforms; a lower one runs further outside.
+
+    Raises:
+        UsageError: At setup for sharded strategies, steps that fetch their own batch, and objectives that need a second
+            pass under manual optimisation; before the first batch for batches, targets or images that do not fit.
+
+    Example:
+        >>> from robustdist.attacks import PGD, LinearRamp
+        >>> AdversarialTraining(attack=PGD(eps=0.3, steps=7), eps_schedule=LinearRamp(0.3)).attack.eps
+        0.3
+    """
+
+    def __init__(
+        self,
+        objective: Objective | None = None,
+        attack: Attack | None = None,
+        input_key: str | int | None = None,
+        target_key: str | int | None = None,
+        forward: Forward = None,
+        attack_loss: AttackLoss | None = None,
+        precision: AttackPrecision = "inherit",
+        channels_last: bool = False,
+        eps_schedule: Schedule | None = None,
+        step_size_schedule: Schedule | None = None,
+        order: int = 0,
+    ) -> None:
+        if precision not in ("inherit", "bf16", "32"):
+            raise UsageError(f"precision={precision!r} is unknown: choose inherit, bf16 or 32")
+        for option, value, kind in (("objective", objective, Objective), ("attack", attack, Attack)):
+            if value is not None and not isinstance(value, kind):
+                raise UsageError(f"{option}={value!r} is not an instance of robustdist's {kind.__name__}: create one")
+        self.objective = objective if objective is not None else PGDAT()
+        self.attack = attack if attack is not None else PGD()
+        if attack_loss is not None:
+            self.attack = copy.copy(self.attack)
+            self.attack.attack_loss = attack_loss
+        if self.attack.targeted:
+            raise UsageError("attack has targeted=True, but training has no target classes: use an untargeted attack")
+        self.adapter = BatchAdapter(input_key, target_key)
+        self.forward = forward
+        self.precision: AttackPrecision = precision
+        self.channels_last = channels_last
+        self.eps_schedule = eps_schedule
+        self.step_size_schedule = step_size_schedule if step_size_schedule is not None else eps_schedule
+        self.order = order
+        self._muter = StepMuter()
+        self._num_attacks = 0
+        self._num_steps = 0
+        self._num_total_steps = float("inf")
+        self._checked = False
+        self._logs: dict[str, Tensor | float] = {}
+        self._batch_size = 0
+        self._trainer: Trainer | None = None
+        self._step_counter: RemovableHandle | None = None
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Check the combination and wrap the strategy's training step."""
+        if stage != "fit":
+            return
+        check_same_package(pl_module)
+        check_step_can_be_intercepted(
+            trainer.strategy,
+            pl_module,
+            needs_second_pass=self.objective.needs_second_pass,
+            option=f"AdversarialTraining(objective={type(self.objective).__name__})",
+        )
+        if self.channels_last:
+            pl_module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self._trainer = trainer
+        self._checked = False
+        StepInterceptor.of(trainer.strategy).add(self._training_step, self.order)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Start to count executed optimiser steps."""
+        trained = [module for module in pl_module.modules() if any(p.requires_grad for p in module.parameters(False))]
+        if trained and not any(module.training for module in trained):
+            rank_zero_warn(
+                "all trainable modules are in eval mode at the start of fit: dropout and batch norm will not train; "
+                "call train() on the model first",
+                category=RobustDistWarning,
+            )
+        if self.eps_schedule is not None or self.step_size_schedule is not None:
+            self._num_total_steps = trainer.estimated_stepping_batches
+            if self._num_total_steps == float("inf"):
+                raise UsageError("eps_schedule needs the length of training: set max_epochs or max_steps of the Trainer")
+        # a post hook runs only when the optimiser really stepped; global_step also counts steps a scaler skipped
+        if trainer.optimizers:
+            self._step_counter = trainer.optimizers[0].register_step_post_hook(self._count_step)
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Try the attack on the first batch, so that what does not fit is said before anything is trained."""
+        if self._checked:
+            return
+        self._checked = True
+        x, y, *_ = self.adapter.locate(batch)
+        forward = bind_forward(pl_module, self.forward, batch)
+        with trainer.precision_plugin.train_step_context(), precision_context(self.precision, x.device):
+            result = self.attack.run(pl_module, x, y, forward=forward, rank=trainer.global_rank)
+            logits = guarded_logits(pl_module, forward, x, self.attack.model_mode)
+        share = result.no_gradient.float().mean().item() if len(x) else 0.0
+        if looks_like_probabilities(logits):
+            rank_zero_warn(
+                f"the model returns probabilities, not logits: the attack moved with no gradient on {share:.0%} of the "
+                "images; leave softmax to the loss, or name the part that returns logits with the option forward",
+                category=RobustDistWarning,
+            )
+        elif share > _NO_GRADIENT_SHARE:
+            rank_zero_warn(
+                f"{share:.0%} of the first images have no input gradient to follow: the attack is blind there "
+                "(huge logits or a part without gradient); try attack_loss='margin'",
+                category=RobustDistWarning,
+            )
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Log the radius in use and what the objective reported."""
+        for name, value in self._logs.items():
+            pl_module.log(f"robust/{name}", value, on_step=True, batch_size=self._batch_size)
+        self._logs = {}
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Give the strategy and the module back as they were."""
+        if stage == "fit":
+            self._release(trainer, pl_module)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Give the strategy and the module back as they were."""
+        self._release(trainer, pl_module)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the counters behind random starts and schedules."""
+        return {"num_attacks": self._num_attacks, "num_steps": self._num_steps}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue the counters."""
+        self._num_attacks = int(state_dict["num_attacks"])
+        self._num_steps = int(state_dict["num_steps"])
+
+    def scales(self) -> tuple[float, float]:
+        """Return the factors on radius and step size at the present progress of training."""
+        # counted from 1: a ramp that starts at zero shall not waste the first step on a radius of zero
+        progress = min(1.0, (self._num_steps + 1) / self._num_total_steps)
+        eps_scale = self.eps_schedule(progress) if self.eps_schedule is not None else 1.0
+        step_scale = self.step_size_schedule(progress) if self.step_size_schedule is not None else 1.0
+        return eps_scale, step_scale
+
+    def _training_step(self, next_step: Callable[..., Any], batch: Any, /, *args: Any, **kwargs: Any) -> Any:
+        assert self._trainer is not None
+        trainer, module = self._trainer, self._trainer.lightning_module
+        x, y, *_ = self.adapter.locate(batch)
+        if self.channels_last and x.dim() == 4:
+            x = x.contiguous(memory_format=torch.channels_last)
+        main_output: list[Any] = []
+
+        def loss(inputs: Tensor, muted: bool = False) -> Tensor | None:
+            replaced = self.adapter.replace(batch, inputs)
+            if muted:
+                with self._muter(module):
+                    return _loss_of(next_step(replaced, *args, **kwargs))
+            main_output.append(next_step(replaced, *args, **kwargs))
+            return _loss_of(main_output[0])
+
+        forward = bind_forward(module, self.forward, batch)
+        context = ObjectiveContext(
+            x=x,
+            y=y,
+            attack=lambda x, y: self._perturb(trainer, module, forward, x, y),
+            loss=loss,
+            logits=lambda inputs: as_logits(forward(inputs)),
+        )
+        total = self.objective.compute(context)
+        self._logs.update(context.logs)
+        self._batch_size = len(x)
+        return _with_loss(main_output[0], total)
+
+    def _perturb(
+        self, trainer: Trainer, module: LightningModule, forward: Callable[[Tensor], Any], x: Tensor, y: Any
+    ) -> Tensor:
+        eps_scale, step_scale = self.scales()
+        self._logs["eps"] = self.attack.eps * eps_scale
+        self._num_attacks += 1
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        with precision_context(self.precision, x.device):
+            return self.attack(
+                module,
+                x,
+                y,
+                forward=forward,
+                rank=trainer.global_rank,
+                step=self._num_attacks,
+                eps_scale=eps_scale,
+                step_scale=step_scale,
+                loss_scale=float(scaler.get_scale()) if scaler is not None else 1.0,
+            )
+
+    def _count_step(self, *_: Any) -> None:
+        self._num_steps += 1
+
+    def _release(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        StepInterceptor.of(trainer.strategy).remove(self._training_step)
+        if self._step_counter is not None:
+            self._step_counter.remove()
+            self._step_counter = None
+        if self.channels_last and self._trainer is not None:
+            pl_module.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
+        self._trainer = None
+
+
+def _loss_of(output: Any) -> Tensor | None:
+    loss = output.get("loss") if isinstance(output, Mapping) else output
+    return loss if isinstance(loss, Tensor) else None
+
+
+def _with_loss(output: Any, loss: Tensor | None) -> Any:
+    if loss is None or loss is _loss_of(output):
+        # manual optimisation may return anything; a skipped batch returns None
+        return output if loss is not None or _loss_of(output) is None else None
+    return {**output, "loss": loss} if isinstance(output, Mapping) else loss

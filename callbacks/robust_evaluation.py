@@ -1,0 +1,305 @@
+"""Robust accuracy in validation and test."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from robustdist._lightning import (
+    Callback,
+    LightningModule,
+    Trainer,
+    check_same_package,
+    rank_zero_info,
+    rank_zero_warn,
+)
+from robustdist.attacks.base import Attack
+from robustdist.attacks.pgd import PGD
+from robustdist.core.batch import BatchAdapter
+from robustdist.core.forward import Forward, bind_forward
+from robustdist.core.redirect import check_module_can_be_called
+from robustdist.core.sharding import flatten_loaders, shard_of
+from robustdist.errors import RobustDistWarning, UsageError
+from robustdist.evaluation import RobustTally
+from robustdist.report import EvaluationResult, Examples, wilson_interval, write_report
+from robustdist.report.loggers import log_figures
+
+__all__ = ["RobustEvaluation"]
+
+
+class RobustEvaluation(Callback):
+    """Measures clean and robust accuracy in fit-validation, ``validate`` and ``test``.
+
+    An image counts as robust when it is classified correctly without attack and under every attack. Each image is
+    counted once, whatever the number of processes, and attacked from a random start that depends on (seed, image), so
+    neither the batch size, the number of processes nor the order of the attacks changes the result of robustdist's own
+    attacks. Models are attacked in eval mode and in the precision of their weights, without autocast.
+
+    Logged, for monitors: ``robust/clean_acc``, ``robust/<name>_acc`` per attack, ``robust/acc`` (worst case per image
+    over all attacks) and ``robust/acc_low`` and ``robust/acc_high`` (95 % Wilson interval of ``robust/acc``).
+    Epochs without an evaluation repeat the last values for monitors, but not in the loggers. Several loaders of one
+    stage are counted together.
+
+    Args:
+        attacks: Attacks by name; default ``{"pgd20": PGD(steps=20)}`` (linf, 8/255). They should share norm and radius
+            to be one threat model; otherwise the report calls it "mixed".
+        every_n_epochs: In fit, evaluate the first, every n-th after it and the last epoch.
+        max_samples: Evaluate only the first samples of each data set; None for all.
+        report_dir: Folder for ``report.json``, ``report.html`` and pictures, written at the end of ``fit``,
+            ``validate`` and ``test``; None for no report.
+        input_key: As in :class:`~robustdist.callbacks.AdversarialTraining`.
+        target_key: As in :class:`~robustdist.callbacks.AdversarialTraining`.
+        forward: As in :class:`~robustdist.callbacks.AdversarialTraining`.
+        num_examples: Images shown in the report.
+
+    Raises:
+        UsageError: If the attacks are not usable here, or a batch does not fit them.
+
+    Example:
+        >>> from robustdist.attacks import PGD
+        >>> callback = RobustEvaluation(attacks={"pgd20": PGD(eps=0.3, steps=20)}, max_samples=500)
+    """
+
+    def __init__(
+        self,
+        attacks: dict[str, Attack] | None = None,
+        every_n_epochs: int = 1,
+        max_samples: int | None = None,
+        report_dir: str | None = None,
+        input_key: str | int | None = None,
+        target_key: str | int | None = None,
+        forward: Forward = None,
+        num_examples: int = 6,
+    ) -> None:
+        if attacks is not None and (not isinstance(attacks, Mapping) or not attacks):
+            raise UsageError("attacks must map names to attacks, for example {'pgd20': PGD(steps=20)}")
+        for name, attack in (attacks or {}).items():
+            if not isinstance(attack, Attack):
+                raise UsageError(f"attacks[{name!r}]={attack!r} is not an attack of robustdist.attacks: create one")
+            if attack.targeted:
+                raise UsageError(
+                    f"attacks[{name!r}] is targeted, but an evaluation knows only true labels: use an untargeted attack"
+                )
+        for option, value in (("every_n_epochs", every_n_epochs), ("max_samples", max_samples)):
+            if value is not None and value < 1:
+                raise UsageError(f"{option}={value} must be at least 1")
+        self.attacks: dict[str, Attack] = dict(attacks) if attacks is not None else {"pgd20": PGD(steps=20)}
+        self.every_n_epochs = every_n_epochs
+        self.max_samples = max_samples
+        self.report_dir = report_dir
+        self.adapter = BatchAdapter(input_key, target_key)
+        self.forward = forward
+        self.num_examples = num_examples
+        #: Result of the last finished evaluation.
+        self.result: EvaluationResult | None = None
+        #: Images of the last finished evaluation (rank zero).
+        self.examples: Examples | None = None
+        #: One entry per evaluated epoch of fit: "epoch", "clean_acc", "acc", "<name>_acc".
+        self.history: list[dict[str, float]] = []
+        self._tally: RobustTally | None = None
+        self._places: dict[int, int] = {}
+        self._warned: set[str] = set()
+        self._switched_loop: Any = None
+
+    @property
+    def state_key(self) -> str:
+        """Two evaluations with different attacks may stand side by side."""
+        return self._generate_state_key(attacks=sorted(self.attacks))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the history behind the curves."""
+        return {"history": [dict(entry) for entry in self.history]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue the history."""
+        self.history = [dict(entry) for entry in state_dict["history"]]
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Check the combination and make gradients possible in the evaluation loop."""
+        if stage == "predict":
+            return
+        check_same_package(pl_module)
+        check_module_can_be_called(trainer.strategy, option="RobustEvaluation")
+        loop = {"validate": trainer.validate_loop, "test": trainer.test_loop}.get(stage)
+        if loop is not None and loop.inference_mode:
+            # a module may cache tensors in forward: made in inference mode they cannot take part in autograd later
+            loop.inference_mode = False
+            self._switched_loop = loop
+            rank_zero_info("RobustEvaluation: evaluation runs under no_grad instead of inference_mode")
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Give the evaluation loop its setting back."""
+        self._release()
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Give the evaluation loop its setting back."""
+        self._release()
+
+    def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin to count, if this epoch is evaluated."""
+        self._tally = self._new_tally() if self._is_due(trainer) else None
+
+    def on_validation_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Attack the batch."""
+        self._update(trainer, pl_module, batch, trainer.val_dataloaders, dataloader_idx)
+
+    def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Log the accuracies of the epoch."""
+        if self._tally is not None:
+            self._finish(trainer, pl_module)
+            if trainer.state.fn == "fit":
+                self._remember(trainer)
+        elif self.result is not None and not trainer.sanity_checking:
+            self._log(pl_module, self.result, logger=False)
+
+    def on_test_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin to count."""
+        self._tally = self._new_tally()
+
+    def on_test_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Attack the batch."""
+        self._update(trainer, pl_module, batch, trainer.test_dataloaders, dataloader_idx)
+
+    def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Log the accuracies."""
+        self._finish(trainer, pl_module)
+
+    def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Write the report with the curves of training."""
+        self._report(trainer)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Write the report, unless validation is part of fit."""
+        if trainer.state.fn != "fit":
+            self._report(trainer)
+
+    def on_test_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Write the report."""
+        self._report(trainer)
+
+    def _new_tally(self) -> RobustTally:
+        self._places = {}
+        return RobustTally(self.attacks, self.num_examples)
+
+    def _is_due(self, trainer: Trainer) -> bool:
+        if trainer.sanity_checking:
+            return False
+        if trainer.state.fn != "fit":
+            return True
+        last = trainer.max_epochs is not None and trainer.current_epoch + 1 == trainer.max_epochs
+        return last or trainer.current_epoch % self.every_n_epochs == 0
+
+    def _update(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, loaders: Any, dataloader_idx: int
+    ) -> None:
+        if self._tally is None:
+            return
+        x, y, *_ = self.adapter.locate(batch)
+        shard = shard_of(flatten_loaders(loaders)[dataloader_idx], trainer.global_rank, trainer.world_size)
+        if not shard.exact:
+            self._tally.mark_uncertain()
+            self._warn_once(
+                "sampler",
+                "RobustEvaluation does not know how the sampler spreads samples over the processes: padded ones may be "
+                "counted twice; use a DistributedSampler, or no sampler of your own",
+            )
+        start = self._places.get(dataloader_idx, 0)
+        self._places[dataloader_idx] = start + len(x)
+        ids = shard.sample_ids(start, len(x))
+        if self.max_samples is not None:
+            ids = [None if sample_id is None or sample_id >= self.max_samples else sample_id for sample_id in ids]
+        counted = [row for row, sample_id in enumerate(ids) if sample_id is not None]
+        if not counted:
+            return
+        forward = bind_forward(pl_module, self.forward, batch)
+        whole_batch = callable(self.forward)
+        if not whole_batch and len(counted) < len(x):
+            x, y, ids = x[counted], y[counted], [ids[row] for row in counted]
+        self._tally.update(pl_module, forward, x, y, ids, whole_batch=whole_batch)
+
+    def _finish(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        assert self._tally is not None
+
+        def reduce(tensor: Tensor, operation: str) -> Tensor:
+            reduced = trainer.strategy.reduce(tensor.to(pl_module.device), reduce_op=operation)
+            return torch.as_tensor(reduced).cpu()
+
+        self._tally.reduce(reduce)
+        self.result = self._tally.result()
+        self.examples = self._tally.examples
+        self._tally = None
+        for name in ("gradient", "logits"):
+            check = self.result.checks[name]
+            if not check.passed:
+                self._warn_once(
+                    name,
+                    f"robust accuracy is not to be trusted: {check.detail}"
+                    + ("" if name == "gradient" else f" ({self.result.checks['gradient'].detail})")
+                    + "; let the model return logits (option forward) or attack with attack_loss='margin'",
+                )
+        self._log(pl_module, self.result, logger=True)
+
+    def _log(self, pl_module: LightningModule, result: EvaluationResult, *, logger: bool) -> None:
+        low, high = wilson_interval(result.num_robust, result.num_samples)
+        values = {"clean_acc": result.clean_acc, "acc": result.robust_acc, "acc_low": low, "acc_high": high}
+        values.update({f"{name}_acc": result.attack_acc(name) for name in result.attacks})
+        for name, value in values.items():
+            # equal on all ranks already; sync_dist only keeps Lightning from warning
+            pl_module.log(
+                f"robust/{name}",
+                torch.tensor(value, device=pl_module.device),
+                prog_bar=name in ("clean_acc", "acc"),
+                logger=logger,
+                sync_dist=True,
+                batch_size=result.num_samples,
+            )
+
+    def _remember(self, trainer: Trainer) -> None:
+        assert self.result is not None
+        self.history.append(
+            {
+                "epoch": float(trainer.current_epoch + 1),
+                "clean_acc": self.result.clean_acc,
+                "acc": self.result.robust_acc,
+                **{f"{name}_acc": self.result.attack_acc(name) for name in self.result.attacks},
+            }
+        )
+
+    def _report(self, trainer: Trainer) -> None:
+        if self.result is None or not trainer.is_global_zero:
+            return
+        log_figures(trainer.loggers, self.history, self.examples, self.result, trainer.global_step)
+        if self.report_dir is not None:
+            paths = write_report(Path(self.report_dir), self.result, history=self.history, examples=self.examples)
+            rank_zero_info(f"robust evaluation: {paths[-1]}")
+
+    def _release(self) -> None:
+        if self._switched_loop is not None:
+            self._switched_loop.inference_mode = True
+            self._switched_loop = None
+        self._tally = None
+
+    def _warn_once(self, key: str, message: str) -> None:
+        if key not in self._warned:
+            self._warned.add(key)
+            rank_zero_warn(message, category=RobustDistWarning)

@@ -1,0 +1,206 @@
+"""Find input and target in a batch, and rebuild the batch with another input, never changing the user's."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from robustdist.errors import UsageError
+
+__all__ = ["BatchAdapter", "Located"]
+
+Key = str | int
+
+#: Names under which data sets hand out images, in the order of preference.
+INPUT_KEYS = ("pixel_values", "images", "image", "x", "inputs", "input")
+TARGET_KEYS = ("labels", "label", "y", "targets", "target")
+
+
+class Located(NamedTuple):
+    """Input and target of a batch, and the paths that lead to them."""
+
+    x: Tensor
+    y: Any
+    input_path: tuple[Key, ...]
+    target_path: tuple[Key, ...]
+
+
+class BatchAdapter:
+    """Takes a batch apart and puts it together again.
+
+    Understood without options: sequences whose first floating-point tensor is the input and whose next entry is the
+    target; mappings and dataclasses with one of the usual names. Everything else is named by the user.
+
+    Args:
+        input_key: Key, attribute or position of the input; a path such as "labelled.0" reaches into nested batches.
+        target_key: The same for the target.
+
+    Example:
+        >>> import torch
+        >>> adapter = BatchAdapter()
+        >>> batch = {"image": torch.zeros(2, 1), "label": torch.tensor([0, 1])}
+        >>> adapter.locate(batch).input_path
+        ('image',)
+        >>> bool(adapter.replace(batch, torch.ones(2, 1))["image"].all()), bool(batch["image"].any())
+        (True, False)
+    """
+
+    def __init__(self, input_key: Key | None = None, target_key: Key | None = None) -> None:
+        self.input_key = input_key
+        self.target_key = target_key
+
+    def locate(self, batch: Any) -> Located:
+        """Return input and target of ``batch``.
+
+        Raises:
+            UsageError: If they cannot be told, or the input is not a floating-point tensor.
+        """
+        if isinstance(batch, Tensor):
+            raise UsageError("the batch is a bare tensor without targets: let the loader return (input, target)")
+        input_path = self._path(self.input_key) if self.input_key is not None else self._guess_input(batch)
+        target_path = (
+            self._path(self.target_key) if self.target_key is not None else self._guess_target(batch, input_path)
+        )
+        x = self._get(batch, input_path, "input_key")
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            what = f"{x.dtype} tensor" if isinstance(x, Tensor) else type(x).__name__
+            raise UsageError(
+                f"input_key={_shown(input_path)!r} is a {what}, not a floating-point tensor: "
+                "convert images to float, or name another entry"
+            )
+        return Located(x, self._get(batch, target_path, "target_key"), input_path, target_path)
+
+    def replace(self, batch: Any, x: Tensor) -> Any:
+        """Return a batch like ``batch`` with the input ``x``; containers on the way are copied, tensors are shared."""
+        return _replaced(batch, self.locate(batch).input_path, x)
+
+    @staticmethod
+    def _path(key: Key) -> tuple[Key, ...]:
+        if isinstance(key, int):
+            return (key,)
+        return tuple(int(part) if part.lstrip("-").isdigit() else part for part in key.split("."))
+
+    @staticmethod
+    def _get(batch: Any, path: tuple[Key, ...], option: str) -> Any:
+        found = batch
+        for part in path:
+            try:
+                found = _entry(found, part)
+            except (KeyError, IndexError, TypeError, AttributeError):
+                raise UsageError(
+                    f"{option}={_shown(path)!r} is not in the batch: it has {', '.join(_describe(batch)) or 'no entries'}"
+                ) from None
+        return found
+
+    def _guess_input(self, batch: Any) -> tuple[Key, ...]:
+        entries = _entries(batch)
+        described = ", ".join(_describe(batch)) or "no entries"
+        nested = [key for key, value in entries if _is_container(value)]
+        if nested:
+            raise UsageError(
+                f"the batch is nested ({described}): name the tensors by a path, "
+                f"for example input_key='{nested[0]}.0' and target_key='{nested[0]}.1'"
+            )
+        floating = [key for key, value in entries if isinstance(value, Tensor) and value.is_floating_point()]
+        if not floating:
+            raise UsageError(
+                f"the batch has no floating-point tensor to attack ({described}): "
+                "convert images to float in [0, 1], or name the entry with input_key"
+            )
+        if not _is_named(batch):
+            if len(floating) > 1:
+                raise UsageError(
+                    f"the batch has several floating-point tensors ({described}): "
+                    "name input and target with input_key and target_key, for example 0 and 1"
+                )
+            return (floating[0],)
+        known = [key for key in INPUT_KEYS if key in floating]
+        if len(known) == 1:
+            return (known[0],)
+        if not known and len(floating) == 1:
+            return (floating[0],)
+        raise UsageError(f"which entry of the batch is the input is ambiguous ({described}): name it with input_key")
+
+    def _guess_target(self, batch: Any, input_path: tuple[Key, ...]) -> tuple[Key, ...]:
+        described = ", ".join(_describe(batch))
+        entries = _entries(batch)
+        if not _is_named(batch):
+            if len(input_path) == 1 and isinstance(input_path[0], int):
+                following = input_path[0] + 1
+                if 0 < following < len(entries):
+                    return (following,)
+            raise UsageError(f"the batch has no entry after the input ({described}): name the target with target_key")
+        keys = [key for key, _ in entries]
+        known = [key for key in TARGET_KEYS if key in keys and (key,) != input_path]
+        if len(known) == 1:
+            return (known[0],)
+        problem = "several entries could be the target" if known else "no entry looks like a target"
+        raise UsageError(f"{problem} ({described}): name it with target_key")
+
+
+def _is_named(batch: Any) -> bool:
+    return isinstance(batch, Mapping) or dataclasses.is_dataclass(batch)
+
+
+def _is_container(value: Any) -> bool:
+    if isinstance(value, (str, bytes, Tensor)):
+        return False
+    if isinstance(value, Sequence):
+        return any(isinstance(item, Tensor) or _is_container(item) for item in value)
+    return isinstance(value, Mapping) and any(isinstance(item, Tensor) or _is_container(item) for item in value.values())
+
+
+def _entries(batch: Any) -> list[tuple[Any, Any]]:
+    if isinstance(batch, Mapping):
+        return list(batch.items())
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        return [(field.name, getattr(batch, field.name)) for field in dataclasses.fields(batch)]
+    if isinstance(batch, Sequence) and not isinstance(batch, (str, bytes)):
+        return list(enumerate(batch))
+    raise UsageError(
+        f"a batch of type {type(batch).__name__} is not understood: "
+        "let the loader return a tuple, list, dict, named tuple or dataclass"
+    )
+
+
+def _describe(batch: Any) -> list[str]:
+    shown = []
+    for key, value in _entries(batch):
+        what = f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}" if isinstance(value, Tensor) else None
+        shown.append(f"{key}: {what or type(value).__name__}")
+    return shown
+
+
+def _shown(path: tuple[Key, ...]) -> str:
+    return ".".join(str(part) for part in path)
+
+
+def _entry(container: Any, key: Key) -> Any:
+    if isinstance(container, Mapping):
+        return container[key]
+    if isinstance(key, str):
+        return getattr(container, key)
+    return container[key]
+
+
+def _replaced(container: Any, path: tuple[Key, ...], x: Tensor) -> Any:
+    if not path:
+        return x
+    key, rest = path[0], path[1:]
+    value = _replaced(_entry(container, key), rest, x)
+    if isinstance(container, Mapping):
+        # a shallow copy keeps the type of Hugging Face's BatchEncoding and of ordered or default dictionaries
+        copied = copy.copy(container)
+        copied[key] = value  # type: ignore[index]
+        return copied
+    if dataclasses.is_dataclass(container) and not isinstance(container, type):
+        return dataclasses.replace(container, **{str(key): value})
+    if hasattr(container, "_replace") and hasattr(container, "_fields"):
+        return container._replace(**{key if isinstance(key, str) else container._fields[key]: value})
+    items = list(container)
+    items[int(key)] = value
+    return items if isinstance(container, list) else type(container)(items)

@@ -1,0 +1,87 @@
+"""Which function of a module gives the logits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from robustdist.core.guard import pure
+from robustdist.errors import UsageError
+
+__all__ = [
+    "AttackPrecision",
+    "Forward",
+    "as_logits",
+    "bind_forward",
+    "guarded_logits",
+    "looks_like_probabilities",
+    "precision_context",
+]
+
+#: None (the module itself), the path of a sub-module, or a function (module, x, batch) -> output.
+Forward: TypeAlias = str | Callable[[Any, Tensor, Any], Any] | None
+AttackPrecision: TypeAlias = Literal["inherit", "bf16", "32"]
+
+
+def bind_forward(module: nn.Module, forward: Forward, batch: Any) -> Callable[[Tensor], Any]:
+    """Return the function of the input alone that ``forward`` names.
+
+    Raises:
+        UsageError: If ``forward`` names no sub-module.
+    """
+    if forward is None:
+        return module
+    if isinstance(forward, str):
+        try:
+            return module.get_submodule(forward)
+        except AttributeError:
+            children = ", ".join(name for name, _ in module.named_children())
+            raise UsageError(
+                f"forward={forward!r} is no sub-module of {type(module).__name__}: it has {children}"
+            ) from None
+    function = forward
+    return lambda x: function(module, x, batch)
+
+
+def precision_context(precision: AttackPrecision, device: torch.device) -> Any:
+    """Return the context in which an attack runs its forward passes: the caller's, bfloat16 or full precision."""
+    if precision == "inherit":
+        return nullcontext()
+    return torch.autocast(device.type, dtype=torch.bfloat16, enabled=precision == "bf16")
+
+
+def as_logits(output: Any) -> Tensor:
+    """Take the logits out of a model's output: a tensor, or an object or mapping with ``logits``.
+
+    Raises:
+        UsageError: If there are none.
+    """
+    found = output
+    if not isinstance(found, Tensor):
+        found = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
+    if not isinstance(found, Tensor):
+        raise UsageError(
+            f"the model returned {type(output).__name__}, not logits: "
+            "name a sub-module that returns them with the option forward, or pass a function forward(module, x, batch)"
+        )
+    return found
+
+
+def guarded_logits(
+    module: nn.Module, forward: Callable[[Tensor], Any], x: Tensor, mode: Literal["eval", "train"] = "eval"
+) -> Tensor:
+    """Return the logits of ``x`` without a graph, leaving ``module`` as it was."""
+    with pure(module, mode, x.device, 0), torch.no_grad():
+        return as_logits(forward(x))
+
+
+def looks_like_probabilities(logits: Tensor) -> bool:
+    """Return whether every row is non-negative and sums to 1, as softmax outputs do and logits do not."""
+    if logits.dim() != 2 or logits.shape[1] < 2 or len(logits) == 0:
+        return False
+    rows = logits.detach().float()
+    return bool((rows >= 0).all() and (rows.sum(1) - 1).abs().max() < 1e-3)

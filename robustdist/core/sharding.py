@@ -1,0 +1,67 @@
+"""Which sample of a data set a process sees at which place, so that each is counted once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch.utils.data import SequentialSampler
+from torch.utils.data.distributed import DistributedSampler
+
+__all__ = ["Shard", "flatten_loaders", "shard_of"]
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Maps the place of a sample in this process's stream to its place in the whole data set.
+
+    Attributes:
+        stride: Distance between two neighbours of this stream in the whole.
+        offset: Place of the first one.
+        length: Samples in the whole; places beyond are padding. None if unknown.
+        keep_every: When every process sees everything, each keeps one of ``keep_every`` samples.
+        exact: Whether the mapping is known; otherwise padding cannot be told from data.
+    """
+
+    stride: int = 1
+    offset: int = 0
+    length: int | None = None
+    keep_every: int = 1
+    keep_rank: int = 0
+    exact: bool = True
+
+    def sample_ids(self, start: int, count: int) -> list[int | None]:
+        """Return the ids of ``count`` samples from place ``start`` on; None for one that is not to be counted here."""
+        ids: list[int | None] = []
+        for place in range(start, start + count):
+            position = place * self.stride + self.offset
+            padding = self.length is not None and position >= self.length
+            elsewhere = place % self.keep_every != self.keep_rank
+            ids.append(None if padding or elsewhere else position)
+        return ids
+
+
+def shard_of(loader: Any, rank: int, world_size: int) -> Shard:
+    """Return how ``loader`` spreads its data set over the processes.
+
+    Distributed samplers (Lightning injects one) hand out every ``num_replicas``-th sample and repeat the first ones to
+    make the shares equal. Without one, all processes walk through the same sequence and share the work here.
+    """
+    sampler = getattr(getattr(loader, "batch_sampler", None), "sampler", None) or getattr(loader, "sampler", None)
+    if isinstance(sampler, DistributedSampler):
+        return Shard(stride=sampler.num_replicas, offset=sampler.rank, length=len(sampler.dataset))
+    if world_size == 1:
+        return Shard()
+    if isinstance(sampler, SequentialSampler):
+        return Shard(keep_every=world_size, keep_rank=rank)
+    return Shard(stride=world_size, offset=rank, exact=False)
+
+
+def flatten_loaders(loaders: Any) -> list[Any]:
+    """Return the loaders inside a list, tuple or mapping of loaders, in order."""
+    if isinstance(loaders, Mapping):
+        return [loader for value in loaders.values() for loader in flatten_loaders(value)]
+    if isinstance(loaders, Sequence):
+        return [loader for value in loaders for loader in flatten_loaders(value)]
+    return [loaders]
