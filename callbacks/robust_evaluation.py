@@ -100,6 +100,10 @@ class RobustEvaluation(Callback):
         self.examples: Examples | None = None
         #: One entry per evaluated epoch of fit: "epoch", "clean_acc", "acc", "<name>_acc".
         self.history: list[dict[str, float]] = []
+        #: What a report shows beside the result: other models by name, their training times, its title.
+        self.comparison: dict[str, EvaluationResult] = {}
+        self.train_seconds: dict[str, float] = {}
+        self.title = "Robust evaluation"
         self._tally: RobustTally | None = None
         self._places: dict[int, int] = {}
         self._warned: set[str] = set()
@@ -290,8 +294,16 @@ class RobustEvaluation(Callback):
             return
         log_figures(trainer.loggers, self.history, self.examples, self.result, trainer.global_step)
         if self.report_dir is not None:
-            paths = write_report(Path(self.report_dir), self.result, history=self.history, examples=self.examples)
-            rank_zero_info(f"robust evaluation: {paths[-1]}")
+            write_report(
+                Path(self.report_dir),
+                self.result,
+                history=self.history,
+                examples=self.examples,
+                comparison=self.comparison,
+                train_seconds=self.train_seconds,
+                title=self.title,
+            )
+            rank_zero_info(f"robust evaluation: {Path(self.report_dir) / 'report.html'}")
 
     def _release(self) -> None:
         if self._switched_loop is not None:

@@ -15,6 +15,8 @@ from robustdist.errors import UsageError
 __all__ = [
     "PACKAGE",
     "Callback",
+    "LightningArgumentParser",
+    "LightningCLI",
     "LightningDataModule",
     "LightningModule",
     "Trainer",
@@ -30,11 +32,15 @@ PACKAGE = "pytorch_lightning" if _FOLLOW_OTHER else "lightning.pytorch"
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
-    from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
+    from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
+    from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 else:
     _root = importlib.import_module(PACKAGE)
     _rank_zero = importlib.import_module(f"{PACKAGE}.utilities.rank_zero")
+    _cli = importlib.import_module(f"{PACKAGE}.cli")
     Callback = _root.Callback
+    LightningArgumentParser = _cli.LightningArgumentParser
+    LightningCLI = _cli.LightningCLI
     LightningDataModule = _root.LightningDataModule
     LightningModule = _root.LightningModule
     Trainer = _root.Trainer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -13,15 +13,23 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from robustdist.attacks.functional import project
-from robustdist.core.guard import pure
+from robustdist.core.forward import as_logits
+from robustdist.core.guard import ordinary_tensors, pure
 from robustdist.core.rng import Noise, derive_seed
 from robustdist.errors import UsageError
 from robustdist.types import NORMS, AttackLoss, Bounds, Norm, Number, parse_number
 
-__all__ = ["Attack", "AttackResult", "Problem", "as_logits", "check_class_indices"]
+__all__ = ["Attack", "AttackResult", "Problem", "check_class_indices"]
 
-# Room for the rounding of a normalise/denormalise round trip when the range of a batch is checked.
+# Room for the rounding of a normalise/denormalise round trip when the range of a batch is checked; half precision
+# needs more, see check_inputs.
 _BOUNDS_TOLERANCE = 1e-4
+
+
+_NO_GRAPH = (
+    "the model's output does not depend on its input through autograd: "
+    "remove no_grad/detach/argmax from forward, or name the differentiable part with the option forward"
+)
 
 
 class AttackResult(NamedTuple):
@@ -74,13 +82,12 @@ class Problem:
         x_adv = x_adv.detach().requires_grad_()
         loss = self.loss(self.logits(x_adv), self.y).sum()
         if not loss.requires_grad:
-            raise UsageError(
-                "the model's output does not depend on its input through autograd: "
-                "remove no_grad/detach/argmax from forward, or name the differentiable part with the option forward"
-            )
+            raise UsageError(_NO_GRAPH)
         if self.loss_scale != 1.0:
             loss = loss * self.loss_scale
-        (grad,) = torch.autograd.grad(loss, x_adv)
+        (grad,) = torch.autograd.grad(loss, x_adv, allow_unused=True)
+        if grad is None:
+            raise UsageError(_NO_GRAPH)
         # min and max are NaN where any entry is
         low, high = grad.flatten(1).aminmax(dim=1)
         usable = torch.isfinite(low) & torch.isfinite(high) & ((low < 0) | (high > 0))
@@ -92,30 +99,14 @@ class Problem:
         return project(x_adv, self.x, self.eps, self.norm, self.bounds)
 
 
-def as_logits(output: Any) -> Tensor:
-    """Take the logits out of a model's output: a tensor, or an object or mapping with ``logits``.
-
-    Raises:
-        UsageError: If there are none.
-    """
-    found = output
-    if not isinstance(found, Tensor):
-        found = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
-    if not isinstance(found, Tensor):
-        raise UsageError(
-            f"the model returned {type(output).__name__}, not logits: "
-            "name a sub-module that returns them with the option forward, or pass a function forward(module, x, batch)"
-        )
-    return found
-
-
 def _cross_entropy(logits: Tensor, y: Tensor) -> Tensor:
-    return F.cross_entropy(logits, y, reduction="none")
+    return F.cross_entropy(logits, y.long(), reduction="none")
 
 
 def _margin(logits: Tensor, y: Tensor) -> Tensor:
-    own = logits.gather(1, y[:, None])[:, 0]
-    best_other = logits.scatter(1, y[:, None], -math.inf).amax(1)
+    column = y.long()[:, None]
+    own = logits.gather(1, column)[:, 0]
+    best_other = logits.scatter(1, column, -math.inf).amax(1)
     return best_other - own
 
 
@@ -147,6 +138,8 @@ class Attack(ABC):
 
     #: Whether ``targeted=True`` means anything to this attack.
     supports_targeted = True
+    # Whether eps limits the result; attacks that search for the smallest perturbation have no radius.
+    _has_eps = True
 
     def __init__(
         self,
@@ -164,7 +157,9 @@ class Attack(ABC):
     ) -> None:
         if norm not in NORMS:
             raise UsageError(f"norm={norm!r} is unknown: choose one of {', '.join(NORMS)}")
-        if bounds is not None and (len(bounds) != 2 or not bounds[0] < bounds[1]):
+        if bounds is not None and not (
+            isinstance(bounds, Sequence) and len(bounds) == 2 and not isinstance(bounds, str) and bounds[0] < bounds[1]
+        ):
             raise UsageError(f"bounds={bounds!r} must be (smallest, largest) pixel value, for example (0.0, 1.0)")
         self.norm: Norm = norm
         self.eps = parse_number(eps, "eps")
@@ -179,6 +174,8 @@ class Attack(ABC):
             )
         if (mean is None) != (std is None):
             raise UsageError("mean and std belong together: give both, or neither for inputs in pixel units")
+        if std is not None and not bool((torch.as_tensor(std) > 0).all()):
+            raise UsageError(f"std={std!r} must be positive: give the values that the inputs were divided by")
         if targeted and not self.supports_targeted:
             raise UsageError(f"{type(self).__name__} has no targeted mode: remove targeted=True or choose another attack")
         if isinstance(attack_loss, str) and attack_loss not in _LOSSES:
@@ -234,13 +231,14 @@ class Attack(ABC):
         """
         if not x.is_floating_point():
             raise UsageError(f"the input has dtype {x.dtype}: an attack needs floating-point inputs, convert them first")
+        if sample_ids is not None and len(sample_ids) != len(x):
+            raise UsageError(f"sample_ids has {len(sample_ids)} entries for {len(x)} inputs: give one per row, or None")
         noise = Noise(self.seed, rank, step, sample_ids)
         with pure(model, self.model_mode, x.device, derive_seed(self.seed, "model", rank, step)):
             # clone: a tensor made in inference mode cannot take part in autograd
             x_input = x.detach().clone()
-            y = y.clone() if isinstance(y, Tensor) and y.is_inference() else y
-            pixels = self.to_pixels(x_input)
-            self._check_range(pixels)
+            y = ordinary_tensors(y)
+            pixels = self.check_inputs(x_input)
             problem = Problem(
                 x=pixels,
                 y=y,
@@ -253,7 +251,7 @@ class Attack(ABC):
                 noise=noise,
                 loss_scale=loss_scale,
             )
-            if problem.eps == 0 or len(x) == 0:
+            if (self._has_eps and problem.eps == 0) or len(x) == 0:
                 return AttackResult(x_input, torch.zeros(len(x), dtype=torch.bool, device=x.device))
             x_adv = self._finish(self.perturb(problem).detach(), problem)
             return AttackResult(self._to_input(x_adv, pixels, x_input, problem.eps), ~problem.followed)
@@ -324,27 +322,35 @@ class Attack(ABC):
 
         return logits
 
-    def _check_range(self, pixels: Tensor) -> None:
+    def check_inputs(self, x: Tensor) -> Tensor:
+        """Return ``x`` in pixel units if it fits the attack.
+
+        Raises:
+            UsageError: If the images leave ``bounds`` or the radius exceeds the image box.
+        """
+        pixels = self.to_pixels(x)
         if pixels.numel() == 0 or self.bounds is None:
-            return
+            return pixels
         low, high = (float(value) for value in torch.aminmax(pixels.detach()))
-        slack = _BOUNDS_TOLERANCE * (self.bounds[1] - self.bounds[0])
+        span = self.bounds[1] - self.bounds[0]
+        # a white pixel normalised in bfloat16 comes back as 1.002
+        slack = max(_BOUNDS_TOLERANCE, torch.finfo(x.dtype).eps) * span
         if not (low >= self.bounds[0] - slack and high <= self.bounds[1] + slack):
             raise UsageError(
                 f"the images span [{low:.4g}, {high:.4g}] but bounds={tuple(self.bounds)}: scale them, set bounds, "
                 "or give mean and std if they are normalised"
             )
-        limit = (self.bounds[1] - self.bounds[0]) * {"linf": 1.0, "l2": pixels[0].numel() ** 0.5}.get(
-            self.norm, pixels[0].numel()
-        )
-        if self.eps > limit:
-            raise UsageError(f"eps={self.eps:g} exceeds the {self.norm} diameter {limit:g} of the image box: reduce eps")
+        size = pixels[0].numel()
+        diameter = span * {"linf": 1.0, "l2": size**0.5, "l1": float(size)}[self.norm]
+        if self.eps > diameter:
+            raise UsageError(f"eps={self.eps:g} exceeds the {self.norm} diameter {diameter:g} of the image box: reduce it")
+        return pixels
 
     def _to_input(self, x_adv: Tensor, pixels: Tensor, x: Tensor, eps: float) -> Tensor:
         result = self._from_pixels(x_adv).to(x.dtype)
-        if x.dtype in (torch.float16, torch.bfloat16) and self.norm == "linf" and self.mean is None:
+        if x.dtype in (torch.float16, torch.bfloat16) and self.norm == "linf" and self._has_eps:
             # rounding to half precision may step over the radius: go back one representable number
-            outside = (result.to(pixels.dtype) - pixels).abs() > eps
+            outside = (self.to_pixels(result) - pixels).abs() > eps
             result = torch.where(outside, torch.nextafter(result, x), result)
         return torch.empty_like(x).copy_(result)
 
@@ -359,6 +365,11 @@ def check_class_indices(logits: Tensor, y: Any) -> None:
         raise UsageError(
             f"the model returned shape {tuple(logits.shape)}, not (batch, classes): "
             "set attack_loss to a function of (output, target) for other tasks"
+        )
+    if logits.shape[1] < 2:
+        raise UsageError(
+            "the model has one output, so there is no other class to move to: "
+            "set attack_loss to a function of (output, target), for example binary cross-entropy with logits"
         )
     integer = isinstance(y, Tensor) and not y.is_floating_point() and not y.is_complex() and y.dtype != torch.bool
     if not integer or y.dim() != 1 or len(y) != len(logits):

@@ -63,7 +63,7 @@ def project(x_adv: Tensor, x: Tensor, eps: float, norm: Norm, bounds: Bounds) ->
 
 
 def random_start(x: Tensor, eps: float, norm: Norm, bounds: Bounds, noise: Noise, *tag: int | str) -> Tensor:
-    """Draw a start from the ball around ``x``: uniform in the linf and l2 ball, a random sparse point for l1."""
+    """Draw a start from the ball around ``x``: uniform in the linf and l2 ball, a random direction for l1."""
     if norm == "linf":
         delta = noise.uniform(x, "start", *tag).mul_(2 * eps).sub_(eps)
     else:
@@ -91,7 +91,9 @@ def ascent_step(grad: Tensor, x_adv: Tensor, norm: Norm, bounds: Bounds) -> Tens
         return grad.sign()
     flat = grad.flatten(1)
     if norm == "l2":
-        return grad / _per_row(torch.linalg.vector_norm(flat, dim=1).clamp(min=1e-30), grad)
+        # divided by the largest entry first: squares of 1e-23, as confident models give, would be 0 in float32
+        scaled = grad / _per_row(flat.abs().amax(1).clamp(min=torch.finfo(flat.dtype).tiny), grad)
+        return scaled / _per_row(torch.linalg.vector_norm(scaled.flatten(1), dim=1).clamp(min=1e-12), grad)
     if bounds is not None:
         at = x_adv.flatten(1)
         blocked = ((at <= bounds[0]) & (flat < 0)) | ((at >= bounds[1]) & (flat > 0))

@@ -5,6 +5,7 @@ A schedule maps progress in [0, 1] (executed optimiser steps over all of them) t
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 
 from robustdist.errors import UsageError
@@ -61,7 +62,7 @@ class Piecewise(Schedule):
 
     def __init__(self, points: list[tuple[float, float]]) -> None:
         places = [place for place, _ in points]
-        if not points or places != sorted(set(places)) or any(factor < 0 for _, factor in points):
+        if not points or places != sorted(set(places)) or not all(0 <= factor < math.inf for _, factor in points):
             raise UsageError(f"points={points} must be (progress, factor) pairs with rising progress and factors >= 0")
         self.points = [(float(place), float(factor)) for place, factor in points]
 

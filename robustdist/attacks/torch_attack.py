@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from robustdist.attacks.base import Attack, AttackResult, Problem
 from robustdist.core.guard import frozen_parameters
+from robustdist.core.rng import derive_seed
 from robustdist.errors import UsageError
 from robustdist.types import Norm, parse_number
 
@@ -76,15 +77,23 @@ class TorchAttack(Attack):
         if "norm" in merged:
             merged["norm"] = _NORM_NAMES.get(str(merged["norm"]).lower(), merged["norm"])
         accepted = inspect.signature(factory).parameters
+        if "model" not in accepted:
+            raise UsageError(f"torchattacks.{name} combines other attacks: use one of them, or AutoAttack")
+        for option, parameter in accepted.items():
+            required = parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+            if required and option not in {"model", *merged}:
+                raise UsageError(f"torchattacks.{name} needs the argument {option!r}: add it to settings")
         for option in merged:
             if option not in accepted or option == "model":
                 known = ", ".join(parameter for parameter in accepted if parameter != "model")
                 raise UsageError(f"torchattacks.{name} has no argument {option!r}: it takes {known}")
-        default_eps = accepted["eps"].default if "eps" in accepted else 0.0
+        defaults = {option: accepted[option].default if option in accepted else 0.0 for option in _LENGTHS}
+        if bounds is None:
+            raise UsageError("bounds=None does not work here, torchattacks clips to a box: give (smallest, largest)")
         super().__init__(
             norm=norm,
-            eps=merged.get("eps", default_eps),
-            step_size=merged.get("alpha", 0.0),
+            eps=merged.get("eps", defaults["eps"]),
+            step_size=merged.get("alpha", defaults["alpha"]),
             bounds=bounds,
             mean=mean,
             std=std,
@@ -92,6 +101,7 @@ class TorchAttack(Attack):
         )
         self.targeted = targeted
         self.torchattacks_settings = merged
+        self._accepted = frozenset(accepted)
         self._has_eps = "eps" in accepted
 
     def run(self, model: nn.Module, x: Tensor, y: Any, *, eps_scale: float = 1.0, **kwargs: Any) -> AttackResult:
@@ -110,33 +120,43 @@ class TorchAttack(Attack):
             logits = problem.logits(problem.x)
         problem.loss(logits, problem.y)  # checks the targets
         num_classes = logits.shape[1]
-        if num_classes < _MIN_CLASSES.get(self.name, 2):
+        min_classes = _MIN_CLASSES.get(self.name, 3 if self.torchattacks_settings.get("loss") == "dlr" else 2)
+        if num_classes < min_classes:
             raise UsageError(
-                f"torchattacks.{self.name} needs at least {_MIN_CLASSES[self.name]} classes, the model has {num_classes}: "
+                f"torchattacks.{self.name} needs at least {min_classes} classes, the model has {num_classes}: "
                 "use TorchAttack('APGD', loss='ce') or PGD instead"
             )
         settings = dict(self.torchattacks_settings)
-        if self._has_eps:
+        if "eps" in self._accepted:
             settings["eps"] = problem.eps / span
-        if "alpha" in settings:
+        if "alpha" in self._accepted:
             settings["alpha"] = problem.step_size / span
-        if "n_classes" in inspect.signature(factory).parameters:
+        if "n_classes" in self._accepted:
             settings.setdefault("n_classes", num_classes)
+        if "seed" in self._accepted:
+            # the default is one constant (or the clock): every rank and step would draw the same start
+            noise = problem.noise
+            settings.setdefault("seed", derive_seed(noise.seed, "torchattacks", noise.rank, noise.step) % 2**31)
         attack = factory(_UnitRange(problem, low, span), **settings)
         if self.targeted:
             try:
                 attack.set_mode_targeted_by_label(quiet=True)
             except ValueError:
                 raise UsageError(f"torchattacks.{self.name} has no targeted mode: set targeted=False") from None
+        elif self.name == "JSMA":
+            # it moves to the next class, counted modulo ten whatever the model
+            attack.set_mode_targeted_by_function(lambda _, labels: (labels + 1) % num_classes, quiet=True)
         problem.followed.fill_(True)  # whether it had a gradient to follow cannot be seen from outside
-        x_adv: Tensor = attack((problem.x - low) / span, problem.y) * span + low
+        # in float32 and plain memory order: FAB and JSMA fail on anything else
+        images = ((problem.x - low) / span).float().contiguous()
+        x_adv: Tensor = attack(images, problem.y).to(problem.x.dtype) * span + low
         return x_adv
 
     def settings(self) -> dict[str, Any]:
         """Return the attack's arguments as plain values."""
         keep = {"name": self.name, "norm": self.norm, "seed": self.seed, "targeted": self.targeted}
         eps = {"eps": self.eps} if self._has_eps else {}
-        return {"attack": "TorchAttack", **keep, **eps, **self.torchattacks_settings}
+        return {"attack": "TorchAttack", **self.torchattacks_settings, **keep, **eps}
 
     def _finish(self, x_adv: Tensor, problem: Problem) -> Tensor:
         if self._has_eps:
@@ -149,7 +169,7 @@ class _UnitRange(nn.Module):
 
     def __init__(self, problem: Problem, low: float, span: float) -> None:
         super().__init__()
-        self._call = lambda x: problem.logits(x * span + low)
+        self._call = lambda x: problem.logits(x * span + low).float()
         # torchattacks asks the first parameter for the device
         self.device_probe = nn.Parameter(torch.empty(0, device=problem.x.device), requires_grad=False)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -118,3 +119,20 @@ class EvaluationResult:
             "checks": {name: asdict(check) for name, check in self.checks.items()},
             "seed": self.seed,
         }
+
+    @classmethod
+    def from_dict(cls, report: Mapping[str, Any]) -> EvaluationResult:
+        """Return the result that :meth:`to_dict` wrote."""
+        total = report["num_samples"]
+        return cls(
+            num_samples=total,
+            num_clean=round(report["clean_acc"] * total),
+            num_robust=round(report["robust_acc"] * total),
+            attacks={
+                name: AttackScore(round(entry["acc"] * total), entry["seconds"], entry["settings"])
+                for name, entry in report["attacks"].items()
+            },
+            threat_model=report["threat_model"],
+            checks={name: Check(**entry) for name, entry in report["checks"].items()},
+            seed=report["seed"],
+        )

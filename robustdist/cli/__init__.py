@@ -1,0 +1,5 @@
+"""The ``robustdist`` command."""
+
+from robustdist.cli.main import main
+
+__all__ = ["main"]

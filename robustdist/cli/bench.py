@@ -1,0 +1,16 @@
+"""``robustdist bench``: the commands behind the figures in the docs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from jsonargparse import auto_cli
+
+from robustdist.bench import bench_attack
+
+__all__ = ["run_bench"]
+
+
+def run_bench(args: Sequence[str]) -> None:
+    """Run one benchmark; arguments as in its function."""
+    auto_cli({"attack": bench_attack}, args=list(args), prog="robustdist bench", exit_on_error=False)

@@ -1,0 +1,182 @@
+"""LightningCLI with the subcommand evaluate and the section report."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from robustdist._lightning import (
+    LightningArgumentParser,
+    LightningCLI,
+    LightningDataModule,
+    LightningModule,
+    rank_zero_info,
+)
+from robustdist.attacks.base import Attack
+from robustdist.callbacks import AdversarialTraining, RobustEvaluation
+from robustdist.cli.trainer import RobustTrainer, check_checkpoint
+from robustdist.core.guard import forked_rng
+from robustdist.core.rng import derive_seed
+from robustdist.report import EvaluationResult, comparison_table, evaluation_table
+
+__all__ = ["ReportOptions", "RobustCLI", "run_lightning_cli"]
+
+
+@dataclass
+class ReportOptions:
+    """What ``fit`` does when training is over.
+
+    Args:
+        dir: Folder for report.json, report.html and the pictures.
+        attacks: Attacks by name for the final test; default those of the configured RobustEvaluation.
+        control: Also train the same module without AdversarialTraining and show both.
+        max_samples: Test only the first samples; None for all.
+    """
+
+    dir: str
+    attacks: dict[str, Attack] | None = None
+    control: bool = False
+    max_samples: int | None = None
+
+
+class RobustCLI(LightningCLI):
+    """The command line of Lightning, with robust evaluation."""
+
+    _ADVERSARIAL = "adversarial training"
+    _ORDINARY = "ordinary training"
+
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        """Return the verbs and the arguments that do not come from the command line."""
+        return {**LightningCLI.subcommands(), "evaluate": {"model", "dataloaders", "datamodule"}}
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Add the section ``report``."""
+        parser.add_argument(
+            "--report",
+            type=ReportOptions | None,
+            default=None,
+            help="After fit: test under attack, optionally against an ordinary control, and write a report.",
+        )
+
+    def before_instantiate_classes(self) -> None:
+        """Check what can be checked before anything is built."""
+        check_checkpoint(self._get(self.config, "ckpt_path"))
+
+    def before_fit(self) -> None:
+        """Train the control, if the report asks for one."""
+        self._control: tuple[EvaluationResult, float] | None = None
+        report = self._report_options()
+        if report is None:
+            return
+        for callback in self.trainer.callbacks:
+            if isinstance(callback, RobustEvaluation) and callback.report_dir is None:
+                callback.report_dir = report.dir  # for the curves of training
+        if report.control:
+            rank_zero_info(f"report: training the control first ({self._ORDINARY} of the same module)")
+            # the run that follows draws the same random numbers as it would without a control
+            with forked_rng(torch.device("cpu"), derive_seed(0, "control")):
+                self._control = self._train_control(report)
+            rank_zero_info(f"report: {self._ADVERSARIAL}")
+        self._start = time.perf_counter()
+
+    def after_fit(self) -> None:
+        """Test under attack, write the report and print it."""
+        report = self._report_options()
+        if report is None:
+            return
+        seconds = {self._ADVERSARIAL: time.perf_counter() - self._start}
+        evaluation = self._final_evaluation(report, report.dir)
+        history = Path(report.dir) / "report.json"
+        if history.exists():
+            evaluation.history = json.loads(history.read_text()).get("history", [])
+        if self._control is not None:
+            evaluation.comparison = {self._ORDINARY: self._control[0]}
+            evaluation.train_seconds = seconds = {self._ORDINARY: self._control[1], **seconds}
+        evaluation.title = f"Robust evaluation of {type(self.model).__name__}"
+        best = getattr(self.trainer.checkpoint_callback, "best_model_path", "") or None
+        result = self.trainer.evaluate_with(evaluation, self.model, datamodule=self.datamodule, ckpt_path=best)
+        self._print(result, evaluation.comparison, seconds, report.dir)
+
+    def after_evaluate(self) -> None:
+        """Print the result of ``evaluate``."""
+        self._print(self._evaluated, {}, {}, str(self._get(self.config, "report_dir")))
+
+    def _run_subcommand(self, subcommand: str) -> None:
+        if subcommand != "evaluate":
+            super()._run_subcommand(subcommand)
+            return
+        kwargs = self._prepare_subcommand_kwargs(subcommand)
+        report = self._report_options()
+        if kwargs.get("attacks") is None and report is not None:
+            kwargs["attacks"] = report.attacks
+        self._evaluated = self.trainer.evaluate(**kwargs)
+        self.after_evaluate()
+
+    def _report_options(self) -> ReportOptions | None:
+        options = self._get(self.config_init, "report")
+        return options if isinstance(options, ReportOptions) or options is None else ReportOptions(**vars(options))
+
+    def _train_control(self, report: ReportOptions) -> tuple[EvaluationResult, float]:
+        names = ("config_init", "datamodule", "model", "trainer", "save_config_callback")
+        kept = {name: getattr(self, name) for name in names}
+        try:
+            self.save_config_callback = None
+            self._set_seed()
+            self.instantiate_classes()
+            self.trainer.callbacks = [c for c in self.trainer.callbacks if not isinstance(c, AdversarialTraining)]
+            start = time.perf_counter()
+            self.trainer.fit(self.model, datamodule=self.datamodule)
+            seconds = time.perf_counter() - start
+            evaluation = self._final_evaluation(report, str(Path(report.dir) / "control"))
+            evaluation.title = f"Control: {self._ORDINARY} of {type(self.model).__name__}"
+            return self.trainer.evaluate_with(evaluation, self.model, datamodule=self.datamodule), seconds
+        finally:
+            for name, value in kept.items():
+                setattr(self, name, value)
+
+    def _final_evaluation(self, report: ReportOptions, directory: str) -> RobustEvaluation:
+        configured = next((c for c in self.trainer.callbacks if isinstance(c, RobustEvaluation)), None)
+        attacks = report.attacks if report.attacks is not None else getattr(configured, "attacks", None)
+        evaluation = RobustEvaluation(attacks=attacks, report_dir=directory, max_samples=report.max_samples)
+        if configured is not None:
+            evaluation.adapter, evaluation.forward = configured.adapter, configured.forward
+        return evaluation
+
+    def _print(
+        self,
+        result: EvaluationResult,
+        comparison: dict[str, EvaluationResult],
+        seconds: dict[str, float],
+        directory: str,
+    ) -> None:
+        if not self.trainer.is_global_zero:
+            return
+        console = Console()
+        if comparison:
+            console.print(comparison_table({**comparison, self._ADVERSARIAL: result}, seconds, self._ADVERSARIAL))
+        else:
+            console.print(evaluation_table(result, "Robust evaluation"))
+        console.print(f"report: {Path(directory) / 'report.html'}", soft_wrap=True)
+
+
+def run_lightning_cli(args: Sequence[str] | None, description: str) -> None:
+    """Parse ``args`` and run the verb in it."""
+    quiet = {"exit_on_error": False}
+    RobustCLI(
+        LightningModule,
+        LightningDataModule,
+        trainer_class=RobustTrainer,
+        subclass_mode_model=True,
+        subclass_mode_data=True,
+        save_config_kwargs={"overwrite": True},
+        parser_kwargs={"description": description, **quiet, **{verb: dict(quiet) for verb in RobustCLI.subcommands()}},
+        args=None if args is None else list(args),
+    )

@@ -1,0 +1,15 @@
+"""LightningDataModules over real images that arrive with installed packages; nothing is downloaded."""
+
+from robustdist.data.base import ImageDataModule, Parts, stratified_split
+from robustdist.data.digits import DigitsDataModule
+from robustdist.data.fashion_mnist import FashionMNISTDataModule
+from robustdist.data.mnist5k import MNIST5kDataModule
+
+__all__ = [
+    "DigitsDataModule",
+    "FashionMNISTDataModule",
+    "ImageDataModule",
+    "MNIST5kDataModule",
+    "Parts",
+    "stratified_split",
+]

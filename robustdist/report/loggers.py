@@ -1,0 +1,36 @@
+"""Pictures for experiment loggers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from typing import Any
+
+from robustdist.report.plots import plot_attacks, plot_curves, plot_examples
+from robustdist.report.result import EvaluationResult, Examples
+
+__all__ = ["log_figures"]
+
+
+def log_figures(
+    loggers: Sequence[Any],
+    history: Sequence[Mapping[str, float]],
+    examples: Examples | None,
+    result: EvaluationResult,
+    step: int,
+) -> None:
+    """Hand curves, attacks and examples to every logger that takes figures (TensorBoard); others are passed over.
+
+    Without matplotlib nothing is drawn: the numbers are in the loggers all the same.
+    """
+    writers = [logger.experiment for logger in loggers if hasattr(logger.experiment, "add_figure")]
+    if not writers or find_spec("matplotlib") is None:
+        return
+    figures = {"robust/attacks": plot_attacks({"model": result})}
+    if len(history) > 1:
+        figures["robust/curves"] = plot_curves(history)
+    if examples is not None:
+        figures["robust/examples"] = plot_examples(examples, result.threat_model["eps"] or 0.0)
+    for writer in writers:
+        for name, figure in figures.items():
+            writer.add_figure(name, figure, global_step=step)

@@ -1,0 +1,128 @@
+"""The files of a report: JSON for programs, HTML and PNG for people."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from robustdist.errors import RobustDistWarning, UsageError
+from robustdist.report.html import render_html
+from robustdist.report.plots import is_drawable, plot_attacks, plot_curves, plot_examples, png_bytes
+from robustdist.report.result import EvaluationResult, Examples
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+__all__ = ["write_report"]
+
+
+def write_report(
+    directory: Path,
+    result: EvaluationResult,
+    *,
+    history: Sequence[Mapping[str, float]] = (),
+    examples: Examples | None = None,
+    comparison: Mapping[str, EvaluationResult] = MappingProxyType({}),
+    train_seconds: Mapping[str, float] = MappingProxyType({}),
+    title: str = "Robust evaluation",
+) -> list[Path]:
+    """Write ``report.json``, ``report.html`` and the pictures that the arguments allow for.
+
+    Every file is complete or absent, also when the process dies while writing. Without matplotlib there are no
+    pictures, everything else is the same.
+
+    Args:
+        directory: Folder of the report, created if needed.
+        result: The evaluation that the report is about.
+        history: Evaluated epochs as :func:`plot_curves` takes them; drawn in ``curves.png``.
+        examples: A few samples, drawn in ``examples.png`` if they are images of 1 or 3 channels.
+        comparison: Evaluations by name of the model, all rows of the comparison; drawn in ``attacks.png``.
+        train_seconds: Seconds of training by name of the model.
+        title: Heading of the page.
+
+    Returns:
+        The paths written, ``report.json`` first and ``report.html`` last.
+
+    Raises:
+        UsageError: If ``directory`` is a file.
+
+    Warns:
+        RobustDistWarning: If matplotlib is missing.
+    """
+    directory = Path(directory)
+    if directory.exists() and not directory.is_dir():
+        raise UsageError(f"report_dir={str(directory)!r} is a file: choose a folder")
+    directory.mkdir(parents=True, exist_ok=True)
+    content = result.to_dict()
+    if comparison:
+        content["comparison"] = {name: other.to_dict() for name, other in comparison.items()}
+    if history:
+        content["history"] = [dict(entry) for entry in history]
+    if train_seconds:
+        content["train_seconds"] = dict(train_seconds)
+    written = [_replace(directory / "report.json", _json(content))]
+
+    threat_model = result.threat_model
+    eps, bounds = threat_model.get("eps"), threat_model.get("bounds")
+    pictures: dict[str, tuple[str, Callable[[], Figure]]] = {}
+    if history:
+        pictures["curves.png"] = ("Accuracy by epoch", lambda: plot_curves(history))
+    pictures["attacks.png"] = ("Accuracy by attack", lambda: plot_attacks(comparison or {title: result}))
+    if examples is not None and is_drawable(examples):
+        radius = float(eps) if isinstance(eps, (int, float)) else 0.0
+        pictures["examples.png"] = (
+            "Samples before and after the attack",
+            lambda: plot_examples(examples, radius, bounds=bounds),
+        )
+    images = {}
+    try:
+        for name, (caption, draw) in pictures.items():
+            images[caption] = png_bytes(draw())
+            written.append(_replace(directory / name, images[caption]))
+    except UsageError as error:
+        warnings.warn(f"the report in {directory} lacks its pictures: {error}", RobustDistWarning, stacklevel=2)
+
+    page = render_html(title, result, comparison=comparison, train_seconds=train_seconds, images=images)
+    written.append(_replace(directory / "report.html", page.encode("utf-8", "xmlcharrefreplace")))
+    return written
+
+
+def _json(content: Mapping[str, Any]) -> bytes:
+    text = json.dumps(_plain(content), allow_nan=False, ensure_ascii=False, indent=2)
+    return (text + "\n").encode("utf-8", "backslashreplace")
+
+
+def _plain(value: Any) -> Any:
+    """Return what JSON can hold; a number that is not finite becomes null, an unknown object its text."""
+    if isinstance(value, Tensor):
+        value = value.tolist()
+    elif hasattr(value, "item") and getattr(value, "ndim", None) == 0:  # a NumPy scalar
+        value = value.item()
+    if value is None or isinstance(value, (str, bool, int)):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(name): _plain(entry) for name, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(entry) for entry in value]
+    return str(value)
+
+
+def _replace(path: Path, content: bytes) -> Path:
+    """Write through a temporary file in the same folder, so that no reader sees half a file."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_bytes(content)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return path
