@@ -128,7 +128,7 @@ class AdversarialTraining(Callback):
             option=f"AdversarialTraining(objective={type(self.objective).__name__})",
         )
         if self.channels_last:
-            pl_module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+            pl_module.to(memory_format=torch.channels_last)
         self._trainer = trainer
         self._checked = False
         StepInterceptor.of(trainer.strategy).add(self._training_step, self.order)
@@ -145,7 +145,7 @@ class AdversarialTraining(Callback):
         if self.eps_schedule is not None or self.step_size_schedule is not None:
             self._num_total_steps = trainer.estimated_stepping_batches
             if self._num_total_steps == float("inf"):
-                raise UsageError("eps_schedule needs the length of training: set max_epochs or max_steps of the Trainer")
+                raise UsageError("eps_schedule needs the length of training: set the Trainer's max_epochs or max_steps")
         # a post hook runs only when the optimiser really stepped; global_step also counts steps a scaler skipped
         if trainer.optimizers:
             self._step_counter = trainer.optimizers[0].register_step_post_hook(self._count_step)
@@ -266,7 +266,7 @@ class AdversarialTraining(Callback):
             self._step_counter.remove()
             self._step_counter = None
         if self.channels_last and self._trainer is not None:
-            pl_module.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
+            pl_module.to(memory_format=torch.contiguous_format)
         self._trainer = None
 
 

@@ -100,8 +100,9 @@ class RobustEvaluation(Callback):
         self.examples: Examples | None = None
         #: One entry per evaluated epoch of fit: "epoch", "clean_acc", "acc", "<name>_acc".
         self.history: list[dict[str, float]] = []
-        #: What a report shows beside the result: other models by name, their training times, its title.
+        #: What a report shows beside the result: other models by name, the name of this one, training times, a title.
         self.comparison: dict[str, EvaluationResult] = {}
+        self.label = "this model"
         self.train_seconds: dict[str, float] = {}
         self.title = "Robust evaluation"
         self._tally: RobustTally | None = None
@@ -294,12 +295,13 @@ class RobustEvaluation(Callback):
             return
         log_figures(trainer.loggers, self.history, self.examples, self.result, trainer.global_step)
         if self.report_dir is not None:
+            comparison = {**self.comparison, self.label: self.result} if self.comparison else {}
             write_report(
                 Path(self.report_dir),
                 self.result,
                 history=self.history,
                 examples=self.examples,
-                comparison=self.comparison,
+                comparison=comparison,
                 train_seconds=self.train_seconds,
                 title=self.title,
             )

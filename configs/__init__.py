@@ -1,11 +1,10 @@
 """YAML fragments that ship with robustdist; compose them with repeated ``--config``."""
 
-from importlib.resources import files
-from importlib.resources.abc import Traversable
+from pathlib import Path
 
 __all__ = ["path"]
 
 
-def path(name: str) -> Traversable:
+def path(name: str) -> Path:
     """Return the place of a shipped fragment, for example ``path("attack/pgd.yaml")``."""
-    return files(__package__).joinpath(name)
+    return Path(__file__).parent / name

@@ -32,8 +32,8 @@ PACKAGE = "pytorch_lightning" if _FOLLOW_OTHER else "lightning.pytorch"
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
-    from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
     from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+    from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
 else:
     _root = importlib.import_module(PACKAGE)
     _rank_zero = importlib.import_module(f"{PACKAGE}.utilities.rank_zero")

@@ -39,11 +39,9 @@ def parse_number(value: Number, option: str) -> float:
         >>> parse_number("8/255", "eps") == 8 / 255
         True
     """
-    if isinstance(value, str):
-        try:
-            return float(Fraction(value.replace(" ", "")))
-        except (ValueError, ZeroDivisionError):
-            raise UsageError(f"{option}={value!r} is not a number: write a decimal or a fraction such as 8/255") from None
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise UsageError(f"{option}={value!r} is not a number: write a decimal or a fraction such as 8/255")
-    return float(value)
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        return float(Fraction(value.replace(" ", ""))) if isinstance(value, str) else float(value)
+    except (TypeError, ValueError, ZeroDivisionError):
+        raise UsageError(f"{option}={value!r} is not a number: write a decimal or a fraction such as 8/255") from None

@@ -7,7 +7,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
@@ -49,6 +48,7 @@ class ReportOptions:
 class RobustCLI(LightningCLI):
     """The command line of Lightning, with robust evaluation."""
 
+    trainer: RobustTrainer
     _ADVERSARIAL = "adversarial training"
     _ORDINARY = "ordinary training"
 
@@ -99,6 +99,7 @@ class RobustCLI(LightningCLI):
             evaluation.history = json.loads(history.read_text()).get("history", [])
         if self._control is not None:
             evaluation.comparison = {self._ORDINARY: self._control[0]}
+            evaluation.label = self._ADVERSARIAL
             evaluation.train_seconds = seconds = {self._ORDINARY: self._control[1], **seconds}
         evaluation.title = f"Robust evaluation of {type(self.model).__name__}"
         best = getattr(self.trainer.checkpoint_callback, "best_model_path", "") or None

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from robustdist._lightning import LightningDataModule, LightningModule, Trainer
+from robustdist._lightning import Callback, LightningDataModule, LightningModule, Trainer
 from robustdist.attacks.base import Attack
 from robustdist.callbacks.robust_evaluation import RobustEvaluation
 from robustdist.errors import UsageError
@@ -17,6 +17,8 @@ __all__ = ["RobustTrainer"]
 
 class RobustTrainer(Trainer):
     """The Trainer, extended by :meth:`evaluate`; everything else is Lightning's."""
+
+    callbacks: list[Callback]
 
     def evaluate(
         self,
@@ -48,7 +50,7 @@ class RobustTrainer(Trainer):
         configured = next((c for c in self.callbacks if isinstance(c, RobustEvaluation)), None)
         if attacks is None:
             if configured is None:
-                raise UsageError("evaluate has no attacks: give --attacks, or a RobustEvaluation callback in the config")
+                raise UsageError("evaluate has no attacks: give --attacks, or configure a RobustEvaluation callback")
             attacks = configured.attacks
         evaluation = RobustEvaluation(attacks=attacks, report_dir=report_dir, max_samples=max_samples)
         if configured is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -86,15 +87,11 @@ class BatchAdapter:
 
     @staticmethod
     def _get(batch: Any, path: tuple[Key, ...], option: str) -> Any:
-        found = batch
-        for part in path:
-            try:
-                found = _entry(found, part)
-            except (KeyError, IndexError, TypeError, AttributeError):
-                raise UsageError(
-                    f"{option}={_shown(path)!r} is not in the batch: it has {', '.join(_describe(batch)) or 'no entries'}"
-                ) from None
-        return found
+        try:
+            return functools.reduce(_entry, path, batch)
+        except (KeyError, IndexError, TypeError, AttributeError):
+            described = ", ".join(_describe(batch)) or "no entries"
+            raise UsageError(f"{option}={_shown(path)!r} is not in the batch: it has {described}") from None
 
     def _guess_input(self, batch: Any) -> tuple[Key, ...]:
         entries = _entries(batch)
@@ -149,9 +146,8 @@ def _is_named(batch: Any) -> bool:
 def _is_container(value: Any) -> bool:
     if isinstance(value, (str, bytes, Tensor)):
         return False
-    if isinstance(value, Sequence):
-        return any(isinstance(item, Tensor) or _is_container(item) for item in value)
-    return isinstance(value, Mapping) and any(isinstance(item, Tensor) or _is_container(item) for item in value.values())
+    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, Sequence) else ()
+    return any(isinstance(item, Tensor) or _is_container(item) for item in items)
 
 
 def _entries(batch: Any) -> list[tuple[Any, Any]]:

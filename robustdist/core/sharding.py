@@ -50,7 +50,7 @@ def shard_of(loader: Any, rank: int, world_size: int) -> Shard:
     """
     sampler = getattr(getattr(loader, "batch_sampler", None), "sampler", None) or getattr(loader, "sampler", None)
     if isinstance(sampler, DistributedSampler):
-        return Shard(stride=sampler.num_replicas, offset=sampler.rank, length=len(sampler.dataset))
+        return Shard(stride=sampler.num_replicas, offset=sampler.rank, length=len(sampler.dataset))  # type: ignore[arg-type]
     if world_size == 1:
         return Shard()
     if isinstance(sampler, SequentialSampler):

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any
 
-from robustdist.report.plots import plot_attacks, plot_curves, plot_examples
+from robustdist.report.plots import is_drawable, plot_attacks, plot_curves, plot_examples
 from robustdist.report.result import EvaluationResult, Examples
 
 __all__ = ["log_figures"]
@@ -29,8 +29,9 @@ def log_figures(
     figures = {"robust/attacks": plot_attacks({"model": result})}
     if len(history) > 1:
         figures["robust/curves"] = plot_curves(history)
-    if examples is not None:
-        figures["robust/examples"] = plot_examples(examples, result.threat_model["eps"] or 0.0)
+    if examples is not None and is_drawable(examples):
+        model = result.threat_model
+        figures["robust/examples"] = plot_examples(examples, model["eps"] or 0.0, bounds=model["bounds"])
     for writer in writers:
         for name, figure in figures.items():
             writer.add_figure(name, figure, global_step=step)
