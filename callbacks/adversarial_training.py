@@ -131,6 +131,9 @@ class AdversarialTraining(Callback):
             pl_module.to(memory_format=torch.channels_last)
         self._trainer = trainer
         self._checked = False
+        if trainer.global_step == 0:
+            # a new training; a checkpoint is restored after this
+            self._num_attacks = self._num_steps = 0
         StepInterceptor.of(trainer.strategy).add(self._training_step, self.order)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -244,6 +247,8 @@ class AdversarialTraining(Callback):
         self._logs["eps"] = self.attack.eps * eps_scale
         self._num_attacks += 1
         scaler = getattr(trainer.precision_plugin, "scaler", None)
+        # the scale keeps the gradient of a mean over the batch in range, the attack sums
+        loss_scale = float(scaler.get_scale()) / max(1, len(x)) if scaler is not None else 1.0
         with precision_context(self.precision, x.device):
             return self.attack(
                 module,
@@ -254,11 +259,14 @@ class AdversarialTraining(Callback):
                 step=self._num_attacks,
                 eps_scale=eps_scale,
                 step_scale=step_scale,
-                loss_scale=float(scaler.get_scale()) if scaler is not None else 1.0,
+                loss_scale=loss_scale,
             )
 
-    def _count_step(self, *_: Any) -> None:
-        self._num_steps += 1
+    def _count_step(self, optimizer: Any, *_: Any) -> None:
+        # fused optimisers are called in any case and skip the update themselves
+        found_inf = getattr(optimizer, "found_inf", None)
+        if found_inf is None or not bool(found_inf):
+            self._num_steps += 1
 
     def _release(self, trainer: Trainer, pl_module: LightningModule) -> None:
         StepInterceptor.of(trainer.strategy).remove(self._training_step)

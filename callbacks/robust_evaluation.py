@@ -42,7 +42,7 @@ class RobustEvaluation(Callback):
     Logged, for monitors: ``robust/clean_acc``, ``robust/<name>_acc`` per attack, ``robust/acc`` (worst case per image
     over all attacks) and ``robust/acc_low`` and ``robust/acc_high`` (95 % Wilson interval of ``robust/acc``).
     Epochs without an evaluation repeat the last values for monitors, but not in the loggers. Several loaders of one
-    stage are counted together.
+    stage are counted together. A second evaluation in the same Trainer needs a ``prefix`` of its own.
 
     Args:
         attacks: Attacks by name; default ``{"pgd20": PGD(steps=20)}`` (linf, 8/255). They should share norm and radius
@@ -55,9 +55,11 @@ class RobustEvaluation(Callback):
         target_key: As in :class:`~robustdist.callbacks.AdversarialTraining`.
         forward: As in :class:`~robustdist.callbacks.AdversarialTraining`.
         num_examples: Images shown in the report.
+        prefix: First part of the log keys.
 
     Raises:
-        UsageError: If the attacks are not usable here, or a batch does not fit them.
+        UsageError: If the attacks are not usable here, or a batch does not fit them; at setup for two evaluations with
+            one prefix.
 
     Example:
         >>> from robustdist.attacks import PGD
@@ -74,6 +76,7 @@ class RobustEvaluation(Callback):
         target_key: str | int | None = None,
         forward: Forward = None,
         num_examples: int = 6,
+        prefix: str = "robust",
     ) -> None:
         if attacks is not None and (not isinstance(attacks, Mapping) or not attacks):
             raise UsageError("attacks must map names to attacks, for example {'pgd20': PGD(steps=20)}")
@@ -94,6 +97,7 @@ class RobustEvaluation(Callback):
         self.adapter = BatchAdapter(input_key, target_key)
         self.forward = forward
         self.num_examples = num_examples
+        self.prefix = prefix
         #: Result of the last finished evaluation.
         self.result: EvaluationResult | None = None
         #: Images of the last finished evaluation (rank zero).
@@ -109,19 +113,22 @@ class RobustEvaluation(Callback):
         self._places: dict[int, int] = {}
         self._warned: set[str] = set()
         self._switched_loop: Any = None
+        self._batch: Any = None
+        self._logged: dict[str, float] = {}
 
     @property
     def state_key(self) -> str:
-        """Two evaluations with different attacks may stand side by side."""
-        return self._generate_state_key(attacks=sorted(self.attacks))
+        """Two evaluations may stand side by side."""
+        return self._generate_state_key(attacks=sorted(self.attacks), prefix=self.prefix)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the history behind the curves."""
-        return {"history": [dict(entry) for entry in self.history]}
+        """Return the history behind the curves and the values that monitors see until the next evaluation."""
+        return {"history": [dict(entry) for entry in self.history], "logged": dict(self._logged)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue the history."""
         self.history = [dict(entry) for entry in state_dict["history"]]
+        self._logged = dict(state_dict["logged"])
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Check the combination and make gradients possible in the evaluation loop."""
@@ -129,6 +136,15 @@ class RobustEvaluation(Callback):
             return
         check_same_package(pl_module)
         check_module_can_be_called(trainer.strategy, option="RobustEvaluation")
+        others = [callback for callback in trainer.callbacks if isinstance(callback, RobustEvaluation)]
+        if sum(callback.prefix == self.prefix for callback in others) > 1:
+            raise UsageError(
+                f"two RobustEvaluation callbacks log as {self.prefix}/acc, and Lightning would average them: "
+                "give one of them another prefix, or put all attacks into one"
+            )
+        if stage == "fit" and trainer.global_step == 0:
+            # a new training; a checkpoint is restored after this
+            self.history, self._logged = [], {}
         loop = {"validate": trainer.validate_loop, "test": trainer.test_loop}.get(stage)
         if loop is not None and loop.inference_mode:
             # a module may cache tensors in forward: made in inference mode they cannot take part in autograd later
@@ -148,6 +164,14 @@ class RobustEvaluation(Callback):
         """Begin to count, if this epoch is evaluated."""
         self._tally = self._new_tally() if self._is_due(trainer) else None
 
+    def on_validation_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Keep the batch; see whether the first one fits, in fit during the sanity check, before training."""
+        self._keep(batch)
+        if batch_idx == 0 and (trainer.sanity_checking or trainer.state.fn != "fit"):
+            self._check(pl_module, batch)
+
     def on_validation_batch_end(
         self,
         trainer: Trainer,
@@ -158,7 +182,7 @@ class RobustEvaluation(Callback):
         dataloader_idx: int = 0,
     ) -> None:
         """Attack the batch."""
-        self._update(trainer, pl_module, batch, trainer.val_dataloaders, dataloader_idx)
+        self._update(trainer, pl_module, trainer.val_dataloaders, dataloader_idx)
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the accuracies of the epoch."""
@@ -166,12 +190,21 @@ class RobustEvaluation(Callback):
             self._finish(trainer, pl_module)
             if trainer.state.fn == "fit":
                 self._remember(trainer)
-        elif self.result is not None and not trainer.sanity_checking:
-            self._log(pl_module, self.result, logger=False)
+        elif not trainer.sanity_checking:
+            # not with log(), which takes a key with one and the same set of options only
+            trainer.callback_metrics.update({name: torch.tensor(value) for name, value in self._logged.items()})
 
     def on_test_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin to count."""
         self._tally = self._new_tally()
+
+    def on_test_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        """Keep the batch; see whether the first one fits."""
+        self._keep(batch)
+        if batch_idx == 0:
+            self._check(pl_module, batch)
 
     def on_test_batch_end(
         self,
@@ -183,7 +216,7 @@ class RobustEvaluation(Callback):
         dataloader_idx: int = 0,
     ) -> None:
         """Attack the batch."""
-        self._update(trainer, pl_module, batch, trainer.test_dataloaders, dataloader_idx)
+        self._update(trainer, pl_module, trainer.test_dataloaders, dataloader_idx)
 
     def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the accuracies."""
@@ -211,12 +244,24 @@ class RobustEvaluation(Callback):
             return False
         if trainer.state.fn != "fit":
             return True
-        last = trainer.max_epochs is not None and trainer.current_epoch + 1 == trainer.max_epochs
-        return last or trainer.current_epoch % self.every_n_epochs == 0
+        epoch = trainer.current_epoch + 1
+        if not self.history or epoch == trainer.max_epochs:
+            return True
+        # counted from the last one: with check_val_every_n_epoch a fixed grid of epochs may never be hit
+        gap = epoch - self.history[-1]["epoch"]
+        return gap == 0 or gap >= self.every_n_epochs
 
-    def _update(
-        self, trainer: Trainer, pl_module: LightningModule, batch: Any, loaders: Any, dataloader_idx: int
-    ) -> None:
+    def _check(self, pl_module: LightningModule, batch: Any) -> None:
+        x, y, *_ = self.adapter.locate(batch)
+        RobustTally(self.attacks).check(pl_module, bind_forward(pl_module, self.forward, batch), x, y)
+
+    def _keep(self, batch: Any) -> None:
+        if self._tally is not None:
+            # a step may take entries out of its batch, or write into its images
+            self._batch = self.adapter.replace(batch, self.adapter.locate(batch).x.clone())
+
+    def _update(self, trainer: Trainer, pl_module: LightningModule, loaders: Any, dataloader_idx: int) -> None:
+        batch, self._batch = self._batch, None
         if self._tally is None:
             return
         x, y, *_ = self.adapter.locate(batch)
@@ -262,19 +307,19 @@ class RobustEvaluation(Callback):
                     + ("" if name == "gradient" else f" ({self.result.checks['gradient'].detail})")
                     + "; let the model return logits (option forward) or attack with attack_loss='margin'",
                 )
-        self._log(pl_module, self.result, logger=True)
+        self._log(pl_module, self.result)
 
-    def _log(self, pl_module: LightningModule, result: EvaluationResult, *, logger: bool) -> None:
+    def _log(self, pl_module: LightningModule, result: EvaluationResult) -> None:
         low, high = wilson_interval(result.num_robust, result.num_samples)
         values = {"clean_acc": result.clean_acc, "acc": result.robust_acc, "acc_low": low, "acc_high": high}
         values.update({f"{name}_acc": result.attack_acc(name) for name in result.attacks})
+        self._logged = {f"{self.prefix}/{name}": value for name, value in values.items()}
         for name, value in values.items():
             # equal on all ranks already; sync_dist only keeps Lightning from warning
             pl_module.log(
-                f"robust/{name}",
+                f"{self.prefix}/{name}",
                 torch.tensor(value, device=pl_module.device),
                 prog_bar=name in ("clean_acc", "acc"),
-                logger=logger,
                 sync_dist=True,
                 batch_size=result.num_samples,
             )
@@ -311,7 +356,7 @@ class RobustEvaluation(Callback):
         if self._switched_loop is not None:
             self._switched_loop.inference_mode = True
             self._switched_loop = None
-        self._tally = None
+        self._tally = self._batch = None
 
     def _warn_once(self, key: str, message: str) -> None:
         if key not in self._warned:

@@ -51,17 +51,18 @@ else:
 
 
 def check_same_package(module: Any) -> None:
-    """Refuse a module of the other Lightning package.
+    """Refuse a module, or a class, of the other Lightning package.
 
     Raises:
         UsageError: If ``module`` derives from the class tree that robustdist does not follow in this process.
     """
-    if isinstance(module, LightningModule):
+    kind = module if isinstance(module, type) else type(module)
+    if issubclass(kind, LightningModule):
         return
     other = "lightning.pytorch" if PACKAGE == "pytorch_lightning" else "pytorch_lightning"
-    if any(base.__module__.split(".")[0] == other.split(".")[0] for base in type(module).__mro__):
+    if any(base.__module__.split(".")[0] == other.split(".")[0] for base in kind.__mro__):
         raise UsageError(
-            f"{type(module).__name__} derives from {other} but robustdist works with {PACKAGE} in this process: "
+            f"{kind.__name__} derives from {other} but robustdist works with {PACKAGE} in this process: "
             f"import everything from one of the two (write `import {PACKAGE} as pl` in the module, "
             f"or import {other} before robustdist)"
         )

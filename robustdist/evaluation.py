@@ -12,12 +12,15 @@ from torch import Tensor, nn
 from robustdist.attacks.base import Attack, check_class_indices
 from robustdist.attacks.functional import distance
 from robustdist.core.forward import guarded_logits, looks_like_probabilities
+from robustdist.errors import UsageError
 from robustdist.report.result import AttackScore, Check, EvaluationResult, Examples
 
 __all__ = ["RobustTally"]
 
 # Rounding by which a perturbation may exceed its radius, relative to the pixel range.
 _BUDGET_SLACK = 1e-6
+# The same for a sum over many pixels, relative to the radius: float32 cannot do better on large images.
+_L1_ROUNDING = 1e-4
 # Share of attacked samples without an input gradient above which the evaluation is not to be trusted.
 _NO_GRADIENT_SHARE = 0.01
 
@@ -29,8 +32,11 @@ class RobustTally:
     attacked. The random start of a sample depends on its id alone.
 
     Args:
-        attacks: Attacks by name.
+        attacks: Attacks by name, at least one.
         num_examples: How many samples to keep for the eye.
+
+    Raises:
+        UsageError: If there are no attacks.
 
     Example:
         >>> from robustdist.attacks import PGD
@@ -42,6 +48,8 @@ class RobustTally:
     """
 
     def __init__(self, attacks: Mapping[str, Attack], num_examples: int = 0) -> None:
+        if not attacks:
+            raise UsageError("attacks is empty: give at least one, for example {'pgd20': PGD(steps=20)}")
         self.attacks = dict(attacks)
         self.num_examples = num_examples
         # one integer tensor to sum over processes: samples, clean, robust, attacked, without gradient, per attack
@@ -74,13 +82,11 @@ class RobustTally:
         Raises:
             UsageError: If the inputs or targets do not fit the attacks.
         """
-        for attack in self.attacks.values():
-            attack.check_inputs(x)
-        logits = guarded_logits(module, forward, x)
-        check_class_indices(logits, y)
+        logits = self.check(module, forward, x, y)
         if self.counts[0] == 0:
             self.maxima[1] = float(looks_like_probabilities(logits))
-            self.maxima[2] = float(not torch.equal(guarded_logits(module, forward, x), logits))
+            # another seed: with the same one even a forward that draws random numbers would repeat itself
+            self.maxima[2] = float(not torch.equal(guarded_logits(module, forward, x, seed=1), logits))
         counted = torch.tensor([sample_id is not None for sample_id in sample_ids], device=x.device)
         ids = [-1 if sample_id is None else sample_id for sample_id in sample_ids]
         correct = (logits.argmax(1) == y) & counted
@@ -108,6 +114,18 @@ class RobustTally:
             self.maxima[4 + place] += _now(x.device) - start
         self.counts[:3] += torch.tensor([int(counted.sum()), int(correct.sum()), int(robust.sum())])
         self._keep_examples(x, worst, y, logits.argmax(1), worst_prediction, counted)
+
+    def check(self, module: nn.Module, forward: Callable[[Tensor], Any], x: Tensor, y: Any) -> Tensor:
+        """Return the logits of ``x`` if inputs and targets fit the attacks; arguments as in :meth:`update`.
+
+        Raises:
+            UsageError: If they do not.
+        """
+        for attack in self.attacks.values():
+            attack.check_inputs(x)
+        logits = guarded_logits(module, forward, x)
+        check_class_indices(logits, y)
+        return logits
 
     def mark_uncertain(self) -> None:
         """Note that padded samples could not be told from real ones."""
@@ -170,12 +188,14 @@ class RobustTally:
         span = 1.0 if attack.bounds is None else attack.bounds[1] - attack.bounds[0]
         excess = 0.0
         if attack.eps > 0:
-            excess = float(distance(adversarial, clean, attack.norm).max()) - attack.eps
+            radius = attack.eps * (1 + _L1_ROUNDING) if attack.norm == "l1" else attack.eps
+            excess = float(distance(adversarial, clean, attack.norm).max()) - radius
         if attack.bounds is not None:
             low, high = (float(value) for value in torch.aminmax(adversarial))
             excess = max(excess, attack.bounds[0] - low, high - attack.bounds[1])
         # a non-finite image has broken every budget
-        self.maxima[0] = max(float(self.maxima[0]), excess / span) if excess == excess else float("inf")
+        finite = bool(torch.isfinite(adversarial).all())
+        self.maxima[0] = max(float(self.maxima[0]), excess / span) if finite else float("inf")
 
     def _keep_examples(
         self, x: Tensor, x_adv: Tensor, y: Tensor, predicted: Tensor, predicted_adv: Tensor, counted: Tensor

@@ -42,6 +42,11 @@ def parse_number(value: Number, option: str) -> float:
     try:
         if isinstance(value, bool):
             raise TypeError
-        return float(Fraction(value.replace(" ", ""))) if isinstance(value, str) else float(value)
-    except (TypeError, ValueError, ZeroDivisionError):
+        if not isinstance(value, str):
+            return float(value)
+        numerator, denominator, *more = [Fraction(part) for part in value.split("/")] + [Fraction(1)]
+        if len(more) > 1:
+            raise ValueError
+        return float(numerator / denominator)
+    except (TypeError, ValueError, ZeroDivisionError, OverflowError):
         raise UsageError(f"{option}={value!r} is not a number: write a decimal or a fraction such as 8/255") from None

@@ -23,6 +23,10 @@ def restored_environment():
     os.environ.update(before)
 
 
+def _deterministic() -> tuple[bool, bool]:
+    return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+
+
 @pytest.fixture(autouse=True)
 def restored_torch():
     """Start with one thread and a fixed seed; put the switches back that a test or a Trainer may turn."""
@@ -30,14 +34,15 @@ def restored_torch():
     torch.manual_seed(0)
     random.seed(0)
     dtype = torch.get_default_dtype()
-    deterministic = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    deterministic = _deterministic()
     cudnn = torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark
     matmul_precision = torch.get_float32_matmul_precision()
     grad_enabled = torch.is_grad_enabled()
     anomaly = torch.is_anomaly_enabled()
     yield
     torch.set_default_dtype(dtype)
-    torch.use_deterministic_algorithms(deterministic[0], warn_only=deterministic[1])
+    if deterministic != _deterministic():
+        torch.use_deterministic_algorithms(deterministic[0], warn_only=deterministic[1])
     torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = cudnn
     torch.set_float32_matmul_precision(matmul_precision)
     torch.set_grad_enabled(grad_enabled)

@@ -158,7 +158,7 @@ class Attack(ABC):
         if norm not in NORMS:
             raise UsageError(f"norm={norm!r} is unknown: choose one of {', '.join(NORMS)}")
         if bounds is not None and not (
-            isinstance(bounds, Sequence) and len(bounds) == 2 and not isinstance(bounds, str) and bounds[0] < bounds[1]
+            isinstance(bounds, (tuple, list)) and len(bounds) == 2 and bounds[0] < bounds[1]
         ):
             raise UsageError(f"bounds={bounds!r} must be (smallest, largest) pixel value, for example (0.0, 1.0)")
         self.norm: Norm = norm
@@ -177,7 +177,7 @@ class Attack(ABC):
         if std is not None and not bool((torch.as_tensor(std) > 0).all()):
             raise UsageError(f"std={std!r} must be positive: give the values that the inputs were divided by")
         if targeted and not self.supports_targeted:
-            raise UsageError(f"{type(self).__name__} has no targeted mode: remove targeted=True or choose another attack")
+            raise UsageError(f"{type(self).__name__} has no targeted mode: set targeted=False or choose another attack")
         if isinstance(attack_loss, str) and attack_loss not in _LOSSES:
             raise UsageError(f"attack_loss={attack_loss!r} is unknown: choose ce, margin or pass a function")
         if model_mode not in ("eval", "train"):
@@ -230,7 +230,7 @@ class Attack(ABC):
             UsageError: If ``x`` is not floating point or leaves ``bounds``, or ``y`` does not fit ``attack_loss``.
         """
         if not x.is_floating_point():
-            raise UsageError(f"the input has dtype {x.dtype}: an attack needs floating-point inputs, convert them first")
+            raise UsageError(f"the input has dtype {x.dtype}: attacks need floating-point inputs, convert them first")
         if sample_ids is not None and len(sample_ids) != len(x):
             raise UsageError(f"sample_ids has {len(sample_ids)} entries for {len(x)} inputs: give one per row, or None")
         noise = Noise(self.seed, rank, step, sample_ids)
@@ -299,7 +299,7 @@ class Attack(ABC):
         for name, value in (("mean", mean), ("std", std)):
             if value.numel() not in (1, like.shape[1]):
                 raise UsageError(
-                    f"{name} has {value.numel()} entries but the input has {like.shape[1]} channels: give one per channel"
+                    f"{name} has {value.numel()} entries, the input has {like.shape[1]} channels: give one per channel"
                 )
         return mean.view(shape), std.view(shape)
 
@@ -343,7 +343,7 @@ class Attack(ABC):
         size = pixels[0].numel()
         diameter = span * {"linf": 1.0, "l2": size**0.5, "l1": float(size)}[self.norm]
         if self.eps > diameter:
-            raise UsageError(f"eps={self.eps:g} exceeds the {self.norm} diameter {diameter:g} of the image box: reduce it")
+            raise UsageError(f"eps={self.eps:g} exceeds the {self.norm} diameter {diameter:g} of the images: reduce it")
         return pixels
 
     def _to_input(self, x_adv: Tensor, pixels: Tensor, x: Tensor, eps: float) -> Tensor:

@@ -24,7 +24,8 @@ def _per_row(values: Tensor, like: Tensor) -> Tensor:
 def distance(x_adv: Tensor, x: Tensor, norm: Norm) -> Tensor:
     """Return the distance of every row of ``x_adv`` to its row of ``x``, shape (batch,)."""
     order = {"linf": float("inf"), "l2": 2.0, "l1": 1.0}[norm]
-    return torch.linalg.vector_norm((x_adv - x).flatten(1), ord=order, dim=1)
+    lengths: Tensor = torch.linalg.vector_norm((x_adv - x).flatten(1), ord=order, dim=1)
+    return lengths
 
 
 def project_l1_ball(delta: Tensor, eps: float) -> Tensor:

@@ -103,4 +103,5 @@ class PGD(Attack):
             return loss
         wrong = (logits.argmax(1) == problem.y) if self.targeted else (logits.argmax(1) != problem.y)
         # any success ranks above every failure; arctan keeps the order of the losses and is bounded
-        return torch.atan(loss.double()) + 10.0 * wrong
+        score: Tensor = torch.atan(loss.double()) + 10.0 * wrong
+        return score

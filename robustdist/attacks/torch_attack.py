@@ -99,6 +99,9 @@ class TorchAttack(Attack):
             std=std,
             seed=seed,
         )
+        if targeted and name == "FAB":
+            # it takes images that are not yet in the target class for solved and returns them unchanged
+            raise UsageError(_no_targeted_mode(name))
         self.targeted = targeted
         self.torchattacks_settings = merged
         self._accepted = frozenset(accepted)
@@ -142,7 +145,7 @@ class TorchAttack(Attack):
             try:
                 attack.set_mode_targeted_by_label(quiet=True)
             except ValueError:
-                raise UsageError(f"torchattacks.{self.name} has no targeted mode: set targeted=False") from None
+                raise UsageError(_no_targeted_mode(self.name)) from None
         elif self.name == "JSMA":
             # it moves to the next class, counted modulo ten whatever the model
             attack.set_mode_targeted_by_function(lambda _, labels: (labels + 1) % num_classes, quiet=True)
@@ -169,13 +172,16 @@ class _UnitRange(nn.Module):
 
     def __init__(self, problem: Problem, low: float, span: float) -> None:
         super().__init__()
-        self._call = lambda x: problem.logits(x * span + low).float()
+        self._problem, self._low, self._span = problem, low, span
         # torchattacks asks the first parameter for the device
         self.device_probe = nn.Parameter(torch.empty(0, device=problem.x.device), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        logits: Tensor = self._call(x)
-        return logits
+        return self._problem.logits(x * self._span + self._low).float()
+
+
+def _no_targeted_mode(name: str) -> str:
+    return f"torchattacks.{name} has no targeted mode: set targeted=False or choose another attack"
 
 
 def _find(name: str) -> Callable[..., Any]:
@@ -189,9 +195,13 @@ def _find(name: str) -> Callable[..., Any]:
     found = getattr(torchattacks, name, None)
     if isinstance(found, type) and issubclass(found, Foreign):
         return found
-    classes = [key for key, value in vars(torchattacks).items() if isinstance(value, type) and issubclass(value, Foreign)]
-    close = difflib.get_close_matches(name, classes, n=1, cutoff=0.4) or sorted(classes)[:1]
-    raise UsageError(f"torchattacks has no attack {name!r}: did you mean {close[0]!r}?")
+    classes = {
+        key.lower(): key
+        for key, value in vars(torchattacks).items()
+        if isinstance(value, type) and issubclass(value, Foreign)
+    }
+    close = difflib.get_close_matches(name.lower(), classes, n=1, cutoff=0.4) or sorted(classes)[:1]
+    raise UsageError(f"torchattacks has no attack {name!r}: did you mean {classes[close[0]]!r}?")
 
 
 def _norm_of(factory: Callable[..., Any], settings: Mapping[str, Any]) -> Norm:

@@ -159,8 +159,10 @@ def bench_attack(
     chosen = _choose_device(device)
     clock: Clock = "cpu" if chosen.type == "cpu" and threads == 1 else "wall"
 
+    specs = _specs(steps)
     with _global_state(chosen, threads):
-        rows = _measure(_specs(steps), rounds, batch_size, width, chosen, clock)
+        rows = _measure(specs, rounds, batch_size, width, chosen, clock)
+    torchattacks = None if any(spec.note for spec in specs) else installed_version("torchattacks")
     result: dict[str, Any] = {
         "benchmark": "attack",
         "settings": {
@@ -175,12 +177,12 @@ def bench_attack(
             "optimizer": f"SGD(lr={_LR}, momentum={_MOMENTUM})",
             "clock": clock,
         },
-        "machine": {**describe_machine(chosen), "torchattacks": installed_version("torchattacks")},
+        "machine": {**describe_machine(chosen), "torchattacks": torchattacks},
         "rows": [asdict(row) for row in rows],
     }
-    _print(make_console(), rows, result["settings"], result["machine"])
     if path is not None:
         write_json(path, result)
+    _print(make_console(), rows, result["settings"], result["machine"])
     return result
 
 
@@ -242,8 +244,8 @@ def _specs(steps: int) -> list[_Spec]:
 def _torchattacks_missing() -> str | None:
     try:
         import torchattacks  # noqa: F401
-    except ImportError:
-        return "not installed: pip install 'robustdist[attacks]'"
+    except ImportError as error:
+        return f"not installed ({error}): pip install 'robustdist[attacks]'"
     return None
 
 

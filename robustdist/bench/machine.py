@@ -13,7 +13,7 @@ import torch
 __all__ = ["bf16_units", "describe_machine", "installed_version", "processor_name"]
 
 #: Feature flags of processors that multiply bfloat16 numbers in hardware (x86 and ARM).
-_BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "avx_ne_convert", "bf16"})
+_BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16", "svebf16"})
 _CPUINFO = Path("/proc/cpuinfo")
 
 

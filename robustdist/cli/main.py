@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import traceback
+import warnings
 from collections.abc import Sequence
 
 import robustdist
@@ -34,6 +35,8 @@ def main(args: Sequence[str] | None = None) -> int:
     if arguments == ["--version"]:
         print(f"robustdist {robustdist.__version__}")
         return OK
+    # Lightning and torch disagree about one of torch's private names; nothing a user could act on
+    warnings.filterwarnings("ignore", message=".*LeafSpec.*is deprecated.*")
     # user modules are named by import path, as in a script of the user's in this folder
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())

@@ -1,0 +1,1 @@
+"""Mechanisms shared by all packages; knows torch, not Lightning."""

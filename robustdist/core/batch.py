@@ -62,10 +62,7 @@ class BatchAdapter:
         """
         if isinstance(batch, Tensor):
             raise UsageError("the batch is a bare tensor without targets: let the loader return (input, target)")
-        input_path = self._path(self.input_key) if self.input_key is not None else self._guess_input(batch)
-        target_path = (
-            self._path(self.target_key) if self.target_key is not None else self._guess_target(batch, input_path)
-        )
+        input_path = self._path(batch, self.input_key) if self.input_key is not None else self._guess_input(batch)
         x = self._get(batch, input_path, "input_key")
         if not isinstance(x, Tensor) or not x.is_floating_point():
             what = f"{x.dtype} tensor" if isinstance(x, Tensor) else type(x).__name__
@@ -73,6 +70,9 @@ class BatchAdapter:
                 f"input_key={_shown(input_path)!r} is a {what}, not a floating-point tensor: "
                 "convert images to float, or name another entry"
             )
+        target_path = (
+            self._path(batch, self.target_key) if self.target_key is not None else self._guess_target(batch, input_path)
+        )
         return Located(x, self._get(batch, target_path, "target_key"), input_path, target_path)
 
     def replace(self, batch: Any, x: Tensor) -> Any:
@@ -80,10 +80,11 @@ class BatchAdapter:
         return _replaced(batch, self.locate(batch).input_path, x)
 
     @staticmethod
-    def _path(key: Key) -> tuple[Key, ...]:
-        if isinstance(key, int):
+    def _path(batch: Any, key: Key) -> tuple[Key, ...]:
+        # names such as "image.png" or "0" stand for themselves where the batch has them
+        if isinstance(key, int) or (isinstance(batch, Mapping) and key in batch):
             return (key,)
-        return tuple(int(part) if part.lstrip("-").isdigit() else part for part in key.split("."))
+        return tuple(int(part) if part.removeprefix("-").isdecimal() else part for part in key.split("."))
 
     @staticmethod
     def _get(batch: Any, path: tuple[Key, ...], option: str) -> Any:
@@ -146,8 +147,9 @@ def _is_named(batch: Any) -> bool:
 def _is_container(value: Any) -> bool:
     if isinstance(value, (str, bytes, Tensor)):
         return False
-    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, Sequence) else ()
-    return any(isinstance(item, Tensor) or _is_container(item) for item in items)
+    if not isinstance(value, (Mapping, Sequence)) and not dataclasses.is_dataclass(value):
+        return False
+    return any(isinstance(item, Tensor) or _is_container(item) for _, item in _entries(value))
 
 
 def _entries(batch: Any) -> list[tuple[Any, Any]]:
@@ -159,7 +161,8 @@ def _entries(batch: Any) -> list[tuple[Any, Any]]:
         return list(enumerate(batch))
     raise UsageError(
         f"a batch of type {type(batch).__name__} is not understood: "
-        "let the loader return a tuple, list, dict, named tuple or dataclass"
+        "let the loader return a tuple, list, dict, named tuple or dataclass, "
+        "or name its attributes with input_key and target_key"
     )
 
 
@@ -177,9 +180,13 @@ def _shown(path: tuple[Key, ...]) -> str:
 
 def _entry(container: Any, key: Key) -> Any:
     if isinstance(container, Mapping):
+        if key not in container:  # a default dictionary would make the entry
+            raise KeyError(key)
         return container[key]
     if isinstance(key, str):
         return getattr(container, key)
+    if isinstance(container, Tensor):
+        raise TypeError("a path ends at a tensor")
     return container[key]
 
 
@@ -188,15 +195,42 @@ def _replaced(container: Any, path: tuple[Key, ...], x: Tensor) -> Any:
         return x
     key, rest = path[0], path[1:]
     value = _replaced(_entry(container, key), rest, x)
-    if isinstance(container, Mapping):
-        # a shallow copy keeps the type of Hugging Face's BatchEncoding and of ordered or default dictionaries
-        copied = copy.copy(container)
-        copied[key] = value  # type: ignore[index]
-        return copied
-    if dataclasses.is_dataclass(container) and not isinstance(container, type):
-        return dataclasses.replace(container, **{str(key): value})
     if hasattr(container, "_replace") and hasattr(container, "_fields"):
         return container._replace(**{key if isinstance(key, str) else container._fields[key]: value})
+    if hasattr(container, "__setitem__") or (isinstance(key, str) and not isinstance(container, Mapping)):
+        # a shallow copy keeps the type of Hugging Face's BatchEncoding and of ordered or default dictionaries, and
+        # does not run a dataclass's __post_init__ once more
+        return _changed_copy(container, key, value)
+    if isinstance(container, Mapping):
+        return type(container)({**container, key: value})  # type: ignore[call-arg]
     items = list(container)
     items[int(key)] = value
-    return items if isinstance(container, list) else type(container)(items)
+    return type(container)(items)
+
+
+def _changed_copy(container: Any, key: Key, value: Any) -> Any:
+    before = _entry(container, key)
+    copied = copy.copy(container)
+    try:
+        _write(copied, key, value)
+    except (AttributeError, TypeError):
+        raise UsageError(
+            f"{key!r} cannot be replaced in a batch of type {type(container).__name__}: "
+            "name an entry that can be set with input_key, or let the loader return a dict"
+        ) from None
+    if _entry(container, key) is not before:
+        _write(container, key, before)
+        raise UsageError(
+            f"copy.copy of a batch of type {type(container).__name__} shares its entries with the original: "
+            "give the class a __copy__, or let the loader return a dict"
+        )
+    return copied
+
+
+def _write(container: Any, key: Key, value: Any) -> None:
+    if isinstance(container, Mapping) or isinstance(key, int):
+        container[key] = value
+    elif dataclasses.is_dataclass(container):
+        object.__setattr__(container, key, value)  # also a frozen one
+    else:
+        setattr(container, key, value)

@@ -72,10 +72,15 @@ def as_logits(output: Any) -> Tensor:
 
 
 def guarded_logits(
-    module: nn.Module, forward: Callable[[Tensor], Any], x: Tensor, mode: Literal["eval", "train"] = "eval"
+    module: nn.Module,
+    forward: Callable[[Tensor], Any],
+    x: Tensor,
+    mode: Literal["eval", "train"] = "eval",
+    *,
+    seed: int = 0,
 ) -> Tensor:
-    """Return the logits of ``x`` without a graph, leaving ``module`` as it was."""
-    with pure(module, mode, x.device, 0), torch.no_grad():
+    """Return the logits of ``x`` without a graph, leaving ``module`` as it was; ``seed`` drives a random forward."""
+    with pure(module, mode, x.device, seed), torch.no_grad():
         return as_logits(forward(x))
 
 
@@ -84,4 +89,6 @@ def looks_like_probabilities(logits: Tensor) -> bool:
     if logits.dim() != 2 or logits.shape[1] < 2 or len(logits) == 0:
         return False
     rows = logits.detach().float()
-    return bool((rows >= 0).all() and (rows.sum(1) - 1).abs().max() < 1e-3)
+    # probabilities in bfloat16 sum to 1 within the rounding of each of them
+    tolerance = max(1e-3, torch.finfo(logits.dtype).eps) if logits.is_floating_point() else 1e-3
+    return bool((rows >= 0).all() and (rows.sum(1) - 1).abs().max() < tolerance)

@@ -38,6 +38,7 @@ class StepInterceptor:
         self._strategy = strategy
         self._transforms: list[tuple[int, StepTransform]] = []
         self._wrapped: Callable[..., Any] | None = None
+        self._shadowed: dict[str, Any] = {}
 
     @classmethod
     def of(cls, strategy: Any) -> StepInterceptor:
@@ -62,17 +63,23 @@ class StepInterceptor:
         if self._wrapped is None:
             # an instance attribute: Lightning looks the hook up with getattr(strategy, name)
             self._wrapped = self._strategy.training_step
+            self._shadowed = {key: value for key, value in vars(self._strategy).items() if key == "training_step"}
             self._strategy.training_step = self._training_step
 
     def remove(self, transform: StepTransform) -> None:
-        """Remove a transform; the strategy gets its own method back with the last one. Unknown ones are ignored."""
+        """Remove a transform; the strategy gets its own method back with the last one. Unknown ones are ignored.
+
+        If somebody else has wrapped the method since, an empty chain stays inside that wrapper.
+        """
         self._transforms = [entry for entry in self._transforms if entry[1] != transform]
-        if self._transforms:
+        attributes = vars(self._strategy)
+        if self._transforms or attributes.get("training_step", self._training_step) != self._training_step:
             return
         if self._wrapped is not None:
-            del self._strategy.training_step
+            attributes.pop("training_step", None)
+            attributes.update(self._shadowed)
             self._wrapped = None
-        vars(self._strategy).pop(_ATTRIBUTE, None)
+        attributes.pop(_ATTRIBUTE, None)
 
     def _training_step(self, *args: Any, **kwargs: Any) -> Any:
         assert self._wrapped is not None

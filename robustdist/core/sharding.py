@@ -11,6 +11,8 @@ from torch.utils.data.distributed import DistributedSampler
 
 __all__ = ["Shard", "flatten_loaders", "shard_of"]
 
+_FRAMEWORKS = ("torch", "lightning", "lightning_fabric", "pytorch_lightning")
+
 
 @dataclass(frozen=True)
 class Shard:
@@ -46,16 +48,24 @@ def shard_of(loader: Any, rank: int, world_size: int) -> Shard:
     """Return how ``loader`` spreads its data set over the processes.
 
     Distributed samplers (Lightning injects one) hand out every ``num_replicas``-th sample and repeat the first ones to
-    make the shares equal. Without one, all processes walk through the same sequence and share the work here.
+    make the shares equal. Without one, all processes walk through the same sequence and share the work here. Samplers
+    of other origin may do anything: their mapping is not exact.
     """
-    sampler = getattr(getattr(loader, "batch_sampler", None), "sampler", None) or getattr(loader, "sampler", None)
-    if isinstance(sampler, DistributedSampler):
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    # a loader with a batch sampler has a `sampler` too, which it does not use
+    sampler = getattr(loader if batch_sampler is None else batch_sampler, "sampler", None)
+    if isinstance(sampler, DistributedSampler) and _comes_from_a_framework(sampler):
         return Shard(stride=sampler.num_replicas, offset=sampler.rank, length=len(sampler.dataset))  # type: ignore[arg-type]
     if world_size == 1:
         return Shard()
     if isinstance(sampler, SequentialSampler):
         return Shard(keep_every=world_size, keep_rank=rank)
     return Shard(stride=world_size, offset=rank, exact=False)
+
+
+def _comes_from_a_framework(sampler: DistributedSampler[Any]) -> bool:
+    # subclasses of other people give out contiguous blocks, repeat samples or balance classes
+    return type(sampler).__iter__.__module__.split(".")[0] in _FRAMEWORKS
 
 
 def flatten_loaders(loaders: Any) -> list[Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import pickle
 import tempfile
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -29,7 +30,7 @@ def run_ranks(function: Callable[..., Any], world_size: int = 2, *args: Any, tim
         timeout: Seconds after which all processes are ended.
 
     Raises:
-        RuntimeError: With the traceback of the first process that failed.
+        RuntimeError: With the traceback of the first process that failed, or the exit status of one that died.
         TimeoutError: If the processes did not finish in time.
     """
     context = multiprocessing.get_context("fork")
@@ -37,20 +38,24 @@ def run_ranks(function: Callable[..., Any], world_size: int = 2, *args: Any, tim
 
         def worker(rank: int) -> None:
             torch.set_num_threads(1)
-            dist.init_process_group("gloo", f"file://{folder}/rendezvous", rank=rank, world_size=world_size)
+            failed = None
             try:
-                outcome: tuple[str, Any] = ("result", function(rank, *args))
+                dist.init_process_group("gloo", f"file://{folder}/rendezvous", rank=rank, world_size=world_size)
+                outcome = pickle.dumps((failed, function(rank, *args)))
             except BaseException:
-                outcome = ("error", traceback.format_exc())
-            Path(folder, f"{rank}.pickle").write_bytes(pickle.dumps(outcome))
-            if outcome[0] == "result":
+                # the others fail after this one, when they miss it in a collective
+                failed = time.monotonic()
+                outcome = pickle.dumps((failed, traceback.format_exc()))
+            Path(folder, f"{rank}.pickle").write_bytes(outcome)
+            if failed is None:
                 dist.destroy_process_group()
 
         processes = [context.Process(target=worker, args=(rank,)) for rank in range(world_size)]
         for process in processes:
             process.start()
+        deadline = time.monotonic() + timeout
         for process in processes:
-            process.join(timeout)
+            process.join(max(0.0, deadline - time.monotonic()))
         hung = [process for process in processes if process.is_alive()]
         for process in hung:
             process.kill()
@@ -60,16 +65,20 @@ def run_ranks(function: Callable[..., Any], world_size: int = 2, *args: Any, tim
             for rank in range(world_size)
             if (path := Path(folder, f"{rank}.pickle")).exists()
         }
-    for rank, (kind, value) in outcomes.items():
-        if kind == "error":
-            raise RuntimeError(f"rank {rank} failed:\n{value}")
-    if hung or len(outcomes) < world_size:
+    failures = [(failed, rank, value) for rank, (failed, value) in outcomes.items() if failed is not None]
+    for rank, process in enumerate(processes):
+        if process not in hung and process.exitcode != 0:
+            failures.append((0.0, rank, f"the process died with exit status {process.exitcode}"))
+    if failures:
+        _, rank, reason = min(failures)
+        raise RuntimeError(f"rank {rank} failed:\n{reason}")
+    if hung:
         raise TimeoutError(f"{len(hung)} of {world_size} processes did not finish in {timeout} s")
     return [outcomes[rank][1] for rank in range(world_size)]
 
 
 def toy_images(num_samples: int, num_classes: int = 4, size: int = 6, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Return images in [0, 1] of shape (num_samples, 1, size, size) whose class shows as a bright corner, and labels."""
+    """Return images in [0, 1], shape (num_samples, 1, size, size), whose class shows as a bright corner, and labels."""
     generator = torch.Generator().manual_seed(seed)
     y = torch.randint(0, num_classes, (num_samples,), generator=generator)
     x = 0.6 * torch.rand(num_samples, 1, size, size, generator=generator)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -85,5 +86,6 @@ class Objective(ABC):
         return loss
 
     def __repr__(self) -> str:
-        arguments = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
+        accepted = inspect.signature(type(self)).parameters
+        arguments = ", ".join(f"{name}={value!r}" for name, value in vars(self).items() if name in accepted)
         return f"{type(self).__name__}({arguments})"

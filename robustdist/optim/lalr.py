@@ -23,18 +23,18 @@ class LALR(Optimizer):
     .. math::
         m &\leftarrow \beta_1 m + (1 - \beta_1) g, \qquad v \leftarrow \beta_2 v + (1 - \beta_2) g^2 \\
         u &= m / (\sqrt v + \epsilon) + w \theta \\
-        r &= \min(\max(\|\theta\|_2, c_l), c_u) / \|u\|_2 \quad (r = 1 \text{ if either norm is } 0) \\
+        r &= \min(\max(\|\theta\|_2, c_l), c_u) / \|u\|_2 \quad (r = 1 \text{ if numerator or denominator is } 0) \\
         \theta &\leftarrow \theta - \eta \, r \, u
 
     The update is almost free of the gradient's scale, so gradient clipping and loss scaling hardly change it. A
-    tensor that starts at zero takes a step with :math:`r = 1`, larger than that of other layers. Norms are taken over
-    whole tensors: weights sharded over processes are not supported.
+    tensor that starts at zero takes a step with :math:`r = 1` unless :math:`c_l > 0`, larger than that of other
+    layers. Norms are taken over whole tensors: weights sharded over processes are not supported.
 
     Args:
         params: Parameters or parameter groups.
         lr: Learning rate :math:`\eta`.
         betas: Decay of the running means :math:`\beta_1, \beta_2`.
-        eps: Added to the denominator.
+        eps: Added to the denominator, positive.
         weight_decay: Coefficient :math:`w` of the decay inside the trust ratio.
         clamp: Bounds :math:`(c_l, c_u)` on the weight norm.
 
@@ -63,11 +63,13 @@ class LALR(Optimizer):
         weight_decay: float = 1e-4,
         clamp: tuple[float, float] = (0.0, 10.0),
     ) -> None:
-        if lr < 0 or eps < 0 or weight_decay < 0:
-            raise UsageError(f"lr={lr}, eps={eps} and weight_decay={weight_decay} must not be negative")
-        if not all(0 <= beta < 1 for beta in betas):
-            raise UsageError(f"betas={betas} must both be in [0, 1)")
-        if not 0 <= clamp[0] <= clamp[1] or clamp[1] == 0:
+        if not (lr >= 0 and weight_decay >= 0):
+            raise UsageError(f"lr={lr} and weight_decay={weight_decay} must not be negative")
+        if not eps > 0:
+            raise UsageError(f"eps={eps} must be positive: an entry without a gradient divides by it")
+        if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+            raise UsageError(f"betas={betas} must be two numbers in [0, 1)")
+        if len(clamp) != 2 or not 0 <= clamp[0] <= clamp[1] or clamp[1] == 0:
             raise UsageError(f"clamp={clamp} must be (low, high) with 0 <= low <= high and high > 0")
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "clamp": clamp}
         super().__init__(params, defaults)

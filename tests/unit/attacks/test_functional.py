@@ -50,7 +50,9 @@ def test_l1_projection_is_the_euclidean_one(eps):
 def test_l1_projection_keeps_its_radius_in_large_images():
     delta = torch.randn(2, 3, 224, 224)
     projected = project_l1_ball(delta, 12.0)
-    torch.testing.assert_close(projected.double().abs().sum((1, 2, 3)), torch.full((2,), 12.0).double(), rtol=0, atol=1e-4)
+    torch.testing.assert_close(
+        projected.double().abs().sum((1, 2, 3)), torch.full((2,), 12.0).double(), rtol=0, atol=1e-4
+    )
 
 
 @pytest.mark.parametrize("norm", ["linf", "l2", "l1"])
@@ -113,7 +115,9 @@ def test_step_has_unit_length_whatever_the_size_of_the_gradient(norm, scale):
     torch.testing.assert_close(lengths, torch.ones(4).double(), rtol=1e-5, atol=0)
     assert bool((step * grad.sign() >= 0).all())
     if norm == "l2":
-        torch.testing.assert_close(step.double(), grad.double() / grad.double().flatten(1).norm(dim=1).view(-1, 1, 1, 1))
+        torch.testing.assert_close(
+            step.double(), grad.double() / grad.double().flatten(1).norm(dim=1).view(-1, 1, 1, 1)
+        )
 
 
 @pytest.mark.parametrize("norm", ["linf", "l2", "l1"])

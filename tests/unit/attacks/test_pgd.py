@@ -200,7 +200,7 @@ def test_half_precision_gradients_do_not_shrink_with_the_batch():
 def test_loss_scale_saves_gradients_that_half_precision_drops():
     net = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 4, bias=False))
     for layer in net:
-        nn.init.constant_(layer.weight, 1e-4)
+        nn.init.constant_(layer.weight, 3e-5)
         layer.weight.data[0] *= -1
     net.half()
     x, y = torch.full((2, 8), 0.5, dtype=torch.float16), torch.tensor([0, 1])
@@ -229,7 +229,7 @@ def test_half_precision_inputs_respect_the_radius(dtype, eps, statistics):
     moved = x_adv.double() - x.double()
     if statistics:
         moved = moved * std
-    assert float(moved.abs().max()) <= attack.eps + (1e-7 if statistics else 0.0)
+    assert float(moved.abs().max()) <= float(torch.tensor(attack.eps)) + (1e-7 if statistics else 0.0)
     spacing = torch.finfo(dtype).eps
     if attack.eps > 2 * spacing:
         # going back is the exception, the radius is used
@@ -245,7 +245,7 @@ def test_float64_is_not_lowered_on_the_way(task):
 
 
 def test_weights_used_in_a_no_grad_pass_under_autocast_still_get_gradients(task):
-    """The restarts score candidates without a graph; autocast must not hand those weight copies to the training step."""
+    """Restarts score candidates without a graph; autocast must not hand those weight copies to the training step."""
     net, x, y = task
 
     def gradients(attack: PGD | None) -> list[Tensor]:
