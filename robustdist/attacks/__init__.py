@@ -2,8 +2,9 @@
 
 from robustdist.attacks.base import Attack, AttackResult, Problem
 from robustdist.attacks.fgsm import FGSM
+from robustdist.attacks.mifgsm import MIFGSM
 from robustdist.attacks.pgd import PGD
 from robustdist.attacks.schedules import LinearRamp, Piecewise, Schedule
 from robustdist.attacks.torch_attack import TorchAttack
 
-__all__ = ["FGSM", "PGD", "Attack", "AttackResult", "LinearRamp", "Piecewise", "Problem", "Schedule", "TorchAttack"]
+__all__ = ["FGSM", "MIFGSM", "PGD", "Attack", "AttackResult", "LinearRamp", "Piecewise", "Problem", "Schedule", "TorchAttack"]

@@ -223,7 +223,7 @@ def test_state_has_the_dtype_and_memory_format_of_the_parameter():
         buffer = optimizer.state[weight][name]
         assert buffer.dtype == torch.bfloat16
         assert buffer.is_contiguous(memory_format=torch.channels_last)
-    assert length(weight - before) == pytest.approx(0.1 * length(before), rel=0.02)
+    assert length(weight - before) == pytest.approx(0.1 * length(before), rel=0.05)
 
 
 def test_a_step_reads_no_value_back_from_the_device():
@@ -305,7 +305,7 @@ def test_a_closure_runs_once_with_gradients_and_before_the_update():
     with torch.no_grad():
         loss = optimizer.step(closure)
     assert calls == [True]
-    assert float(loss) == 25.0
+    assert loss.item() == 25.0
     assert length(weight) < 5.0
 
 

@@ -1,0 +1,68 @@
+"""One process, bit for bit."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+from robustdist.attacks import PGD
+from robustdist.callbacks import AdversarialTraining
+from robustdist.objectives import DAT, PGDAT
+
+from .support import EPS, STEP_SIZE, Classifier, identical, loader, naive_training, seeded_net
+
+
+def weights_of(net):
+    return {f"net.{name}": value for name, value in net.state_dict().items()}
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("batch_norm", [False, True])
+def test_pgdat_is_the_loop_that_one_writes_by_hand(launch, images, batch_norm, accumulate):
+    x, y = images(160)
+    net = seeded_net(batch_norm=batch_norm)
+    attack = PGD(eps=EPS, step_size=STEP_SIZE, steps=3, random_start=False)
+
+    (trained,) = launch(
+        Classifier(copy.deepcopy(net)),
+        loader(x, y),
+        callbacks=[AdversarialTraining(PGDAT(), attack)],
+        accumulate_grad_batches=accumulate,
+    )
+
+    before = copy.deepcopy(net)
+    naive_training(net, list(zip(x.split(8), y.split(8), strict=True)), clean_weight=0.0, accumulate=accumulate)
+    assert identical(trained, weights_of(net))
+    assert not identical(trained, weights_of(before))
+
+
+def test_dat_is_the_loop_that_one_writes_by_hand(launch, images):
+    x, y = images(160)
+    net = seeded_net()
+    attack = PGD(eps=EPS, step_size=STEP_SIZE, steps=3, random_start=False)
+
+    (trained,) = launch(
+        Classifier(copy.deepcopy(net)),
+        loader(x, y),
+        callbacks=[AdversarialTraining(DAT(clean_weight=0.5), attack)],
+    )
+
+    naive_training(net, list(zip(x.split(8), y.split(8), strict=True)), clean_weight=0.5)
+    assert identical(trained, weights_of(net))
+
+
+def test_dat_without_clean_loss_is_pgdat(launch, images):
+    x, y = images(160)
+    net = seeded_net(batch_norm=True, dropout=0.5)
+    results = []
+    for objective in (PGDAT(), DAT(clean_weight=0.0), DAT(clean_weight=1.0)):
+        torch.manual_seed(1)
+        results += launch(
+            Classifier(copy.deepcopy(net)),
+            loader(x, y, shuffle=True),
+            callbacks=[AdversarialTraining(objective, PGD(eps=EPS, steps=3, random_start=True))],
+        )
+    assert identical(results[0], results[1])
+    assert not identical(results[0], results[2])
