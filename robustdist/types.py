@@ -10,7 +10,7 @@ from torch import Tensor
 
 from robustdist.errors import UsageError
 
-__all__ = ["NORMS", "AttackLoss", "Bounds", "Norm", "Number", "parse_number"]
+__all__ = ["NORMS", "AttackLoss", "Bounds", "Norm", "Number", "check_count", "parse_number"]
 
 Norm: TypeAlias = Literal["linf", "l2", "l1"]
 NORMS: tuple[Norm, ...] = ("linf", "l2", "l1")
@@ -50,3 +50,14 @@ def parse_number(value: Number, option: str) -> float:
         return float(numerator / denominator)
     except (TypeError, ValueError, ZeroDivisionError, OverflowError):
         raise UsageError(f"{option}={value!r} is not a number: write a decimal or a fraction such as 8/255") from None
+
+
+def check_count(value: int, option: str) -> int:
+    """Return ``value`` if it is a whole number of at least 1.
+
+    Raises:
+        UsageError: If it is not.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise UsageError(f"{option}={value!r} must be a whole number of at least 1")
+    return value

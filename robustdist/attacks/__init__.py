@@ -7,4 +7,15 @@ from robustdist.attacks.pgd import PGD
 from robustdist.attacks.schedules import LinearRamp, Piecewise, Schedule
 from robustdist.attacks.torch_attack import TorchAttack
 
-__all__ = ["FGSM", "MIFGSM", "PGD", "Attack", "AttackResult", "LinearRamp", "Piecewise", "Problem", "Schedule", "TorchAttack"]
+__all__ = [
+    "FGSM",
+    "MIFGSM",
+    "PGD",
+    "Attack",
+    "AttackResult",
+    "LinearRamp",
+    "Piecewise",
+    "Problem",
+    "Schedule",
+    "TorchAttack",
+]

@@ -88,11 +88,10 @@ class Problem:
         (grad,) = torch.autograd.grad(loss, x_adv, allow_unused=True)
         if grad is None:
             raise UsageError(_NO_GRAPH)
-        # min and max are NaN where any entry is
-        low, high = grad.flatten(1).aminmax(dim=1)
-        usable = torch.isfinite(low) & torch.isfinite(high) & ((low < 0) | (high > 0))
-        self.followed |= usable
-        return grad if bool(usable.all()) else torch.nan_to_num(grad, nan=0.0, posinf=0.0, neginf=0.0)
+        # NaN where any entry is; no value comes back from the device
+        peak = grad.abs().amax(tuple(range(1, grad.dim())))
+        self.followed |= torch.isfinite(peak) & (peak > 0)
+        return torch.nan_to_num(grad, nan=0.0, posinf=0.0, neginf=0.0)
 
     def project(self, x_adv: Tensor) -> Tensor:
         """Return ``x_adv`` projected onto the threat model."""
@@ -242,7 +241,7 @@ class Attack(ABC):
             problem = Problem(
                 x=pixels,
                 y=y,
-                logits=self._pixel_logits(model if forward is None else forward, x_input),
+                logits=self._pixel_logits(model if forward is None else forward, x_input, pixels),
                 loss=self._loss(),
                 norm=self.norm,
                 eps=self.eps * eps_scale,
@@ -309,15 +308,11 @@ class Attack(ABC):
         statistics = self._statistics(pixels)
         return pixels if statistics is None else pixels * statistics[1] + statistics[0]
 
-    def _from_pixels(self, pixels: Tensor) -> Tensor:
-        statistics = self._statistics(pixels)
-        return pixels if statistics is None else (pixels - statistics[0]) / statistics[1]
-
-    def _pixel_logits(self, forward: Callable[[Tensor], Any], x: Tensor) -> Callable[[Tensor], Tensor]:
-        dtype = x.dtype
+    def _pixel_logits(self, forward: Callable[[Tensor], Any], x: Tensor, pixels: Tensor) -> Callable[[Tensor], Tensor]:
+        dtype, statistics = x.dtype, self._statistics(pixels)
 
         def logits(pixels: Tensor) -> Tensor:
-            output = as_logits(forward(self._from_pixels(pixels).to(dtype)))
+            output = as_logits(forward(_from_pixels(pixels, statistics).to(dtype)))
             return output.to(torch.promote_types(output.dtype, torch.float32))
 
         return logits
@@ -347,12 +342,16 @@ class Attack(ABC):
         return pixels
 
     def _to_input(self, x_adv: Tensor, pixels: Tensor, x: Tensor, eps: float) -> Tensor:
-        result = self._from_pixels(x_adv).to(x.dtype)
+        result = _from_pixels(x_adv, self._statistics(pixels)).to(x.dtype)
         if x.dtype in (torch.float16, torch.bfloat16) and self.norm == "linf" and self._has_eps:
             # rounding to half precision may step over the radius: go back one representable number
             outside = (self.to_pixels(result) - pixels).abs() > eps
             result = torch.where(outside, torch.nextafter(result, x), result)
         return torch.empty_like(x).copy_(result)
+
+
+def _from_pixels(pixels: Tensor, statistics: tuple[Tensor, Tensor] | None) -> Tensor:
+    return pixels if statistics is None else (pixels - statistics[0]) / statistics[1]
 
 
 def check_class_indices(logits: Tensor, y: Any) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from robustdist.attacks.base import Attack, Problem
 from robustdist.attacks.functional import ascent_step, random_start
 from robustdist.errors import UsageError
-from robustdist.types import Number, parse_number
+from robustdist.types import Number, check_count, parse_number
 
 __all__ = ["PGD"]
 
@@ -55,9 +55,8 @@ class PGD(Attack):
         restarts: int = 1,
         **kwargs: Any,
     ) -> None:
-        for option, value in (("steps", steps), ("restarts", restarts)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise UsageError(f"{option}={value!r} must be a whole number of at least 1")
+        check_count(steps, "steps")
+        check_count(restarts, "restarts")
         if restarts > 1 and not random_start:
             raise UsageError("restarts > 1 repeats the same run unless random_start=True: set it, or use restarts=1")
         if step_size is None:

@@ -134,10 +134,10 @@ def bench_attack(
 
     One row is one way to make the adversarial batch (linf, eps 8/255, step 2/255) plus one SGD step with momentum on
     it, for a small pre-activation ResNet-18 on random 3x32x32 images. The rows are run in turn, once per round, after
-    a round that does not count; cheap steps are repeated until they take about as long as the longest. A ratio is
-    taken within one round, and the table shows the median of the rounds. On the CPU with one thread the clock is
-    processor time, which other programs disturb least; otherwise wall time. "floor" is the cost of the counted passes
-    when a forward pass, an input gradient and a weight gradient cost the same.
+    a round that does not count; cheap steps are repeated until they take about as long as the longest, spread over
+    the round. A ratio is taken within one round, and the table shows the median of the rounds. On the CPU with one
+    thread the clock is processor time, which other programs disturb least; otherwise wall time. "floor" is the cost
+    of the counted passes when a forward pass, an input gradient and a weight gradient cost the same.
 
     Args:
         out: JSON file for the same figures; its folder must exist.

@@ -14,7 +14,18 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-__all__ = ["MIB", "Clock", "PassCounter", "SavedTensors", "Spread", "Timing", "interleave", "ratios", "spread"]
+__all__ = [
+    "MIB",
+    "Clock",
+    "PassCounter",
+    "SavedTensors",
+    "Spread",
+    "Timing",
+    "interleave",
+    "ratios",
+    "schedule",
+    "spread",
+]
 
 Clock = Literal["cpu", "wall"]
 MIB = 2**20
@@ -22,7 +33,7 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Timing:
-    """What one call of a variant took in one round.
+    """What a call of a variant took; for a round, the mean of its calls.
 
     Attributes:
         cpu: Seconds of processor time of this process, all threads together.
@@ -72,10 +83,31 @@ def ratios(timings: Sequence[Timing], unit: Sequence[Timing], clock: Clock) -> S
     )
 
 
+def schedule(repeats: Mapping[str, int], number: int) -> list[str]:
+    """Return the order of the calls in round ``number``.
+
+    Names with the fewest repeats follow each other, starting one later each round; the calls of the others are spread
+    evenly between them, so that they meet the same disturbances.
+
+    Example:
+        >>> schedule({"short": 3, "a": 1, "b": 1, "c": 1}, 1)
+        ['short', 'b', 'short', 'c', 'short', 'a']
+    """
+    fewest = min(repeats.values())
+    long = [name for name in repeats if repeats[name] == fewest]
+    start = number % len(long)
+    order: list[str] = []
+    for place, name in enumerate(long[start:] + long[:start]):
+        for other in (other for other in repeats if other not in long):
+            order += [other] * sum(call * len(long) // repeats[other] == place for call in range(repeats[other]))
+        order += [name] * fewest
+    return order
+
+
 def interleave(
     variants: Mapping[str, Callable[[], object]], repeats: Mapping[str, int], rounds: int, device: torch.device
 ) -> dict[str, list[Timing]]:
-    """Time every variant once per round, each round starting one variant later.
+    """Time all variants in turn, in the order of ``schedule``.
 
     The caller warms up: the first round counts.
 
@@ -86,19 +118,20 @@ def interleave(
         device: Device the variants compute on; its queue is emptied before a clock is read.
 
     Returns:
-        One timing per round for every name, per call of the function.
+        One timing per round for every name, the mean of its calls.
     """
-    names = list(variants)
-    timings: dict[str, list[Timing]] = {name: [] for name in names}
+    timings: dict[str, list[Timing]] = {name: [] for name in variants}
     for number in range(rounds):
-        start = number % len(names)
-        for name in names[start:] + names[:start]:
-            timings[name].append(_time(variants[name], repeats[name], device))
+        gc.collect()
+        calls: dict[str, list[Timing]] = {name: [] for name in variants}
+        for name in schedule(repeats, number):
+            calls[name].append(_time(variants[name], device))
+        for name, measured in calls.items():
+            timings[name].append(_mean(measured))
     return timings
 
 
-def _time(run: Callable[[], object], repeats: int, device: torch.device) -> Timing:
-    gc.collect()
+def _time(run: Callable[[], object], device: torch.device) -> Timing:
     on_cuda = device.type == "cuda"
     held = 0
     if on_cuda:
@@ -106,12 +139,20 @@ def _time(run: Callable[[], object], repeats: int, device: torch.device) -> Timi
         torch.cuda.reset_peak_memory_stats(device)
         held = torch.cuda.memory_allocated(device)
     wall, cpu = time.perf_counter(), time.process_time()
-    for _ in range(repeats):
-        run()
+    run()
     if on_cuda:
         torch.cuda.synchronize(device)
     cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
-    return Timing(cpu / repeats, wall / repeats, torch.cuda.max_memory_allocated(device) - held if on_cuda else None)
+    return Timing(cpu, wall, torch.cuda.max_memory_allocated(device) - held if on_cuda else None)
+
+
+def _mean(measured: Sequence[Timing]) -> Timing:
+    peaks = [timing.cuda_peak for timing in measured if timing.cuda_peak is not None]
+    return Timing(
+        statistics.fmean(timing.cpu for timing in measured),
+        statistics.fmean(timing.wall for timing in measured),
+        max(peaks, default=None),
+    )
 
 
 class PassCounter:

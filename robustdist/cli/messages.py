@@ -32,6 +32,9 @@ def usage_message(error: BaseException) -> str | None:
         return _one_line(_parser_message(str(error)))
     if type(error).__name__ == "MisconfigurationException":
         return _one_line(str(error))
+    twice = re.match(r"Found more than one stateful callback of type `(\w+)`", str(error))
+    if twice:
+        return f"trainer.callbacks holds {twice.group(1)} twice: give its fragment once (a `callbacks+:` file appends)"
     # fork and spawn launchers hand over a worker's exception as text
     workers = re.findall(r"robustdist\.errors\.UsageError: (.+)", str(error))
     return _one_line(workers[-1]) if workers else None
@@ -109,14 +112,17 @@ def _worded(problem: str, labels: list[str], value: str) -> str:
             except UsageError as error:
                 return str(error)
         return f"{problem}: {value}"
-    problem = re.sub(r"Expected an? <class '(\w+)'>", r"expected \1", problem).replace("Expected a typing.Literal", "expected one of ")
+    problem = re.sub(r"Expected an? <class '(\w+)'>", r"expected \1", problem).replace(
+        "Expected a typing.Literal", "expected one of "
+    )
     return f"{problem}, got {value}" if 0 < len(value) <= _LONGEST_VALUE and value not in problem else problem
 
 
 def _parameters(owner: Any) -> list[str]:
     """Return the names of the constructor's arguments, through ``**kwargs`` up to the base classes."""
     classes = inspect.getmro(owner) if isinstance(owner, type) else ()
-    names = [name for cls in classes if "__init__" in vars(cls) for name in inspect.signature(cls.__init__).parameters]
+    constructors = [vars(cls)["__init__"] for cls in classes if "__init__" in vars(cls)]
+    names = [name for constructor in constructors for name in inspect.signature(constructor).parameters]
     return [name for name in dict.fromkeys(names) if name not in ("self", "args", "kwargs")]
 
 

@@ -5,19 +5,34 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from robustdist.bench.measure import PassCounter, SavedTensors, Timing, interleave, ratios
+from robustdist.bench.measure import PassCounter, SavedTensors, Timing, interleave, ratios, schedule
 from robustdist.bench.models import PreActResNet
 from robustdist.bench.output import write_json
 
 CPU = torch.device("cpu")
 
 
-def test_rounds_rotate_and_repeat():
+def test_long_variants_rotate_and_short_ones_are_spread_between_them():
+    repeats = {"s": 6, "a": 1, "b": 1, "t": 2, "c": 1}
+    assert "".join(schedule(repeats, 0)) == "sstasstbssc"
+    for number in range(4):
+        order = schedule(repeats, number)
+        assert {name: order.count(name) for name in repeats} == repeats
+    assert [next(name for name in schedule(repeats, number) if name in "abc") for number in range(4)] == list("abca")
+    assert schedule({"x": 2, "y": 2}, 1) == ["y", "y", "x", "x"]
+
+
+def test_one_timing_per_round_is_the_mean_of_the_calls(monkeypatch):
     calls = []
+    clock = iter(range(1000))
+    # every reading of a clock is one second later than the one before
+    monkeypatch.setattr("time.perf_counter", lambda: float(next(clock)))
+    monkeypatch.setattr("time.process_time", lambda: float(next(clock)))
     variants = {name: (lambda name=name: calls.append(name)) for name in "abc"}
-    timings = interleave(variants, {"a": 1, "b": 2, "c": 1}, 4, CPU)
-    assert "".join(calls) == "abbc" + "bbca" + "cabb" + "abbc"
-    assert {name: len(measured) for name, measured in timings.items()} == {"a": 4, "b": 4, "c": 4}
+    timings = interleave(variants, {"a": 3, "b": 1, "c": 1}, 2, CPU)
+    assert sorted(calls[:5]) == sorted(calls[5:]) == list("aaabc")
+    assert {name: len(measured) for name, measured in timings.items()} == {"a": 2, "b": 2, "c": 2}
+    assert {timing for measured in timings.values() for timing in measured} == {Timing(1.0, 3.0)}
 
 
 def test_ratios_are_taken_within_a_round():
@@ -100,5 +115,5 @@ def test_cuda_timing_waits_for_the_queue_and_reports_memory_beyond_what_was_held
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 100)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 350)
     timings = interleave({"a": lambda: events.append("run")}, {"a": 2}, 1, torch.device("cuda", 0))
-    assert events == ["synchronize", "reset", "run", "run", "synchronize"]
+    assert events == ["synchronize", "reset", "run", "synchronize"] * 2
     assert timings["a"][0].cuda_peak == 250

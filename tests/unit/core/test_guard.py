@@ -251,6 +251,9 @@ def test_attributes_made_in_inference_mode_are_copied_for_a_while(raises):
         assert not net.table.is_inference()
         assert isinstance(net[1].weight, nn.Parameter)
         assert net.kept is kept
+        assert (
+            net.collected is held[4]
+        )  # a test epoch's results: copying them at every attack would cost memory and time
         x = torch.ones(2, 3, requires_grad=True)
         net(x * net.table * net.tables[0] * net.by_length[3]).sum().backward()
         assert x.grad is not None
