@@ -87,7 +87,7 @@ class RobustTally:
             self.maxima[1] = float(looks_like_probabilities(logits))
             # another seed: with the same one even a forward that draws random numbers would repeat itself
             self.maxima[2] = float(not torch.equal(guarded_logits(module, forward, x, seed=1), logits))
-        counted = torch.tensor([sample_id is not None for sample_id in sample_ids], device=x.device)
+        counted = torch.tensor([sample_id is not None for sample_id in sample_ids], dtype=torch.bool, device=x.device)
         ids = [-1 if sample_id is None else sample_id for sample_id in sample_ids]
         correct = (logits.argmax(1) == y) & counted
         robust = correct.clone()

@@ -253,7 +253,7 @@ class Attack(ABC):
             if (self._has_eps and problem.eps == 0) or len(x) == 0:
                 return AttackResult(x_input, torch.zeros(len(x), dtype=torch.bool, device=x.device))
             x_adv = self._finish(self.perturb(problem).detach(), problem)
-            return AttackResult(self._to_input(x_adv, pixels, x_input, problem.eps), ~problem.followed)
+            return AttackResult(self._to_input(x_adv, pixels, x_input), ~problem.followed)
 
     def settings(self) -> dict[str, Any]:
         """Return the attack's arguments as plain values, for reports and logs."""
@@ -341,12 +341,12 @@ class Attack(ABC):
             raise UsageError(f"eps={self.eps:g} exceeds the {self.norm} diameter {diameter:g} of the images: reduce it")
         return pixels
 
-    def _to_input(self, x_adv: Tensor, pixels: Tensor, x: Tensor, eps: float) -> Tensor:
+    def _to_input(self, x_adv: Tensor, pixels: Tensor, x: Tensor) -> Tensor:
         result = _from_pixels(x_adv, self._statistics(pixels)).to(x.dtype)
-        if x.dtype in (torch.float16, torch.bfloat16) and self.norm == "linf" and self._has_eps:
-            # rounding to half precision may step over the radius: go back one representable number
-            outside = (self.to_pixels(result) - pixels).abs() > eps
-            result = torch.where(outside, torch.nextafter(result, x), result)
+        if x.dtype in (torch.float16, torch.bfloat16) and self._has_eps:
+            # rounding to half precision may step over the radius: where it went away from x, take the number before
+            outwards = (self.to_pixels(result) - pixels).abs() > (x_adv - pixels).abs()
+            result = torch.where(outwards, torch.nextafter(result, x), result)
         return torch.empty_like(x).copy_(result)
 
 

@@ -145,7 +145,7 @@ def _is_named(batch: Any) -> bool:
 
 
 def _is_container(value: Any) -> bool:
-    if isinstance(value, (str, bytes, Tensor)):
+    if isinstance(value, (str, bytes, type)):
         return False
     if not isinstance(value, (Mapping, Sequence)) and not dataclasses.is_dataclass(value):
         return False

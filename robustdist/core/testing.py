@@ -67,7 +67,7 @@ def run_ranks(function: Callable[..., Any], world_size: int = 2, *args: Any, tim
         }
     failures = [(failed, rank, value) for rank, (failed, value) in outcomes.items() if failed is not None]
     for rank, process in enumerate(processes):
-        if process not in hung and process.exitcode != 0:
+        if rank not in outcomes and process not in hung:
             failures.append((0.0, rank, f"the process died with exit status {process.exitcode}"))
     if failures:
         _, rank, reason = min(failures)

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from robustdist.attacks import FGSM, PGD, Attack
+from robustdist.attacks.functional import distance
 
 EPS = 0.1
 CIFAR_MEAN, CIFAR_STD = [0.4914, 0.4822, 0.4465], [0.2470, 0.2435, 0.2616]
@@ -100,6 +101,18 @@ def test_half_precision_inputs_respect_the_radius(dtype, eps, statistics):
     if attack.eps > 2 * spacing:
         # going back is the exception, the radius is used
         assert float(moved.abs().median()) > 0.8 * attack.eps
+
+
+@pytest.mark.parametrize(("norm", "eps"), [("l2", 1.0), ("l1", 12.0)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision_inputs_respect_the_radius_of_sums(dtype, norm, eps):
+    # the roundings of 768 entries add up
+    x = torch.rand(8, 3, 16, 16).to(dtype)
+    net = nn.Sequential(nn.Flatten(), nn.Linear(768, 10)).to(dtype)
+    x_adv = PGD(norm=norm, eps=eps, steps=5)(net, x, torch.arange(8))
+    moved = distance(x_adv.double(), x.double(), norm)
+    assert float(moved.max()) <= eps
+    assert float(moved.min()) > 0.9 * eps
 
 
 def test_float64_is_not_lowered_on_the_way(task):
