@@ -19,9 +19,10 @@ from robustdist.attacks import FGSM, PGD
 from robustdist.bench.machine import describe_machine, installed_version
 from robustdist.bench.measure import MIB, Clock, PassCounter, SavedTensors, Timing, interleave, ratios, spread
 from robustdist.bench.models import PreActResNet
-from robustdist.bench.output import check_counts, check_out, make_console, write_json
+from robustdist.bench.output import check_out, make_console, write_json
 from robustdist.core.guard import forked_rng
 from robustdist.errors import UsageError
+from robustdist.types import check_count
 
 __all__ = ["bench_attack"]
 
@@ -154,7 +155,9 @@ def bench_attack(
     Raises:
         UsageError: If an argument is out of range, before anything is measured.
     """
-    check_counts(rounds=rounds, batch_size=batch_size, width=width, steps=steps, threads=threads)
+    counts = {"rounds": rounds, "batch_size": batch_size, "width": width, "steps": steps, "threads": threads}
+    for option, value in counts.items():
+        check_count(value, option)
     path = check_out(out)
     chosen = _choose_device(device)
     clock: Clock = "cpu" if chosen.type == "cpu" and threads == 1 else "wall"

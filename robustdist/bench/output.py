@@ -10,22 +10,12 @@ from typing import Any
 
 from rich.console import Console
 
+from robustdist.core.files import write_whole
 from robustdist.errors import UsageError
 
-__all__ = ["check_counts", "check_out", "make_console", "write_json"]
+__all__ = ["check_out", "make_console", "write_json"]
 
 _WIDTH_WITHOUT_TERMINAL = 120
-
-
-def check_counts(**options: object) -> None:
-    """Refuse options that are not whole numbers of at least 1.
-
-    Raises:
-        UsageError: If one is not.
-    """
-    for option, value in options.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise UsageError(f"{option}={value!r} must be a whole number of at least 1")
 
 
 def check_out(out: str | None) -> Path | None:
@@ -48,13 +38,8 @@ def check_out(out: str | None) -> Path | None:
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Write ``content`` so that ``path`` holds the old content or all of the new, also when the process dies."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        partial.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf-8")
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
+    """Write ``content`` as JSON, whole or not at all."""
+    write_whole(path, (json.dumps(content, indent=2, allow_nan=False) + "\n").encode())
 
 
 def make_console() -> Console:

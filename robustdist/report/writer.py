@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from robustdist.core.files import write_whole
 from robustdist.errors import RobustDistWarning, UsageError
 from robustdist.report.html import render_html
 from robustdist.report.plots import is_drawable, plot_attacks, plot_curves, plot_examples, png_bytes
@@ -68,7 +68,7 @@ def write_report(
         content["history"] = [dict(entry) for entry in history]
     if train_seconds:
         content["train_seconds"] = dict(train_seconds)
-    written = [_replace(directory / "report.json", _json(content))]
+    written = [write_whole(directory / "report.json", _json(content))]
 
     threat_model = result.threat_model
     eps, bounds = threat_model.get("eps"), threat_model.get("bounds")
@@ -86,12 +86,12 @@ def write_report(
     try:
         for name, (caption, draw) in pictures.items():
             images[caption] = png_bytes(draw())
-            written.append(_replace(directory / name, images[caption]))
+            written.append(write_whole(directory / name, images[caption]))
     except UsageError as error:
         warnings.warn(f"the report in {directory} lacks its pictures: {error}", RobustDistWarning, stacklevel=2)
 
     page = render_html(title, result, comparison=comparison, train_seconds=train_seconds, images=images)
-    written.append(_replace(directory / "report.html", page.encode("utf-8", "xmlcharrefreplace")))
+    written.append(write_whole(directory / "report.html", page.encode("utf-8", "xmlcharrefreplace")))
     return written
 
 
@@ -115,14 +115,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_plain(entry) for entry in value]
     return str(value)
-
-
-def _replace(path: Path, content: bytes) -> Path:
-    """Write through a temporary file in the same folder, so that no reader sees half a file."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_bytes(content)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-    return path
