@@ -124,7 +124,7 @@ class RobustTally:
         for attack in self.attacks.values():
             attack.check_inputs(x)
         logits = guarded_logits(module, forward, x)
-        check_class_indices(logits, y)
+        check_class_indices(logits, y, remedy="robust accuracy is about classification, evaluate other tasks yourself")
         return logits
 
     def mark_uncertain(self) -> None:
@@ -187,12 +187,14 @@ class RobustTally:
         adversarial, clean = attack.to_pixels(x_adv), attack.to_pixels(x)
         span = 1.0 if attack.bounds is None else attack.bounds[1] - attack.bounds[0]
         excess = 0.0
-        if attack.eps > 0:
+        if attack.radius is not None:
             radius = attack.eps * (1 + _L1_ROUNDING) if attack.norm == "l1" else attack.eps
             excess = float(distance(adversarial, clean, attack.norm).max()) - radius
         if attack.bounds is not None:
             low, high = (float(value) for value in torch.aminmax(adversarial))
-            excess = max(excess, attack.bounds[0] - low, high - attack.bounds[1])
+            # a white pixel normalised in half precision lies a little outside already
+            allowed_low, allowed_high = (float(value) for value in torch.aminmax(clean))
+            excess = max(excess, min(attack.bounds[0], allowed_low) - low, high - max(attack.bounds[1], allowed_high))
         # a non-finite image has broken every budget
         finite = bool(torch.isfinite(adversarial).all())
         self.maxima[0] = max(float(self.maxima[0]), excess / span) if finite else float("inf")
@@ -207,7 +209,7 @@ class RobustTally:
 
 
 def _threat_model(attacks: Sequence[Attack]) -> dict[str, Any]:
-    models = {(attack.norm, attack.eps, attack.bounds) for attack in attacks}
+    models = {(attack.norm, attack.radius, attack.bounds) for attack in attacks}
     if len(models) > 1:
         return {"norm": "mixed", "eps": None, "bounds": None}
     norm, eps, bounds = models.pop()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -85,7 +86,15 @@ class Problem:
             raise UsageError(_NO_GRAPH)
         if self.loss_scale != 1.0:
             loss = loss * self.loss_scale
-        (grad,) = torch.autograd.grad(loss, x_adv, allow_unused=True)
+        try:
+            (grad,) = torch.autograd.grad(loss, x_adv, allow_unused=True)
+        except RuntimeError as error:
+            if "use_reentrant" not in str(error):
+                raise
+            raise UsageError(
+                "the model uses reentrant checkpointing, which cannot give input gradients alone: "
+                "call torch.utils.checkpoint with use_reentrant=False"
+            ) from error
         if grad is None:
             raise UsageError(_NO_GRAPH)
         # NaN where any entry is; no value comes back from the device
@@ -110,6 +119,12 @@ def _margin(logits: Tensor, y: Tensor) -> Tensor:
 
 
 _LOSSES: dict[str, AttackLoss] = {"ce": _cross_entropy, "margin": _margin}
+
+
+def _checked_loss(attack_loss: Literal["ce", "margin"] | AttackLoss) -> Literal["ce", "margin"] | AttackLoss:
+    if callable(attack_loss) or attack_loss in _LOSSES:
+        return attack_loss
+    raise UsageError(f"attack_loss={attack_loss!r} is unknown: choose ce, margin or pass a function of (logits, target)")
 
 
 class Attack(ABC):
@@ -177,15 +192,13 @@ class Attack(ABC):
             raise UsageError(f"std={std!r} must be positive: give the values that the inputs were divided by")
         if targeted and not self.supports_targeted:
             raise UsageError(f"{type(self).__name__} has no targeted mode: set targeted=False or choose another attack")
-        if isinstance(attack_loss, str) and attack_loss not in _LOSSES:
-            raise UsageError(f"attack_loss={attack_loss!r} is unknown: choose ce, margin or pass a function")
         if model_mode not in ("eval", "train"):
             raise UsageError(f"model_mode={model_mode!r} is unknown: choose eval or train")
         self.bounds: Bounds = None if bounds is None else (float(bounds[0]), float(bounds[1]))
         self.mean = mean
         self.std = std
         self.targeted = targeted
-        self.attack_loss = attack_loss
+        self.attack_loss = _checked_loss(attack_loss)
         self.model_mode: Literal["eval", "train"] = model_mode
         self.seed = seed
 
@@ -254,6 +267,21 @@ class Attack(ABC):
                 return AttackResult(x_input, torch.zeros(len(x), dtype=torch.bool, device=x.device))
             x_adv = self._finish(self.perturb(problem).detach(), problem)
             return AttackResult(self._to_input(x_adv, pixels, x_input), ~problem.followed)
+
+    def with_loss(self, attack_loss: Literal["ce", "margin"] | AttackLoss) -> Attack:
+        """Return a copy of the attack that increases another loss.
+
+        Raises:
+            UsageError: If the loss is unknown, or the attack has a loss of its own.
+        """
+        changed = copy.copy(self)
+        changed.attack_loss = _checked_loss(attack_loss)
+        return changed
+
+    @property
+    def radius(self) -> float | None:
+        """``eps``, or None for an attack that looks for the smallest perturbation."""
+        return self.eps if self._has_eps else None
 
     def settings(self) -> dict[str, Any]:
         """Return the attack's arguments as plain values, for reports and logs."""
@@ -354,31 +382,29 @@ def _from_pixels(pixels: Tensor, statistics: tuple[Tensor, Tensor] | None) -> Te
     return pixels if statistics is None else (pixels - statistics[0]) / statistics[1]
 
 
-def check_class_indices(logits: Tensor, y: Any) -> None:
+def check_class_indices(
+    logits: Tensor, y: Any, remedy: str = "set attack_loss to a function of (output, target) for other tasks"
+) -> None:
     """Refuse targets that are not class indices.
+
+    Args:
+        logits: Output of the model.
+        y: The targets.
+        remedy: What to do about it, the end of the message.
 
     Raises:
         UsageError: If ``y`` is not an integer tensor of shape (batch,) with values in [0, classes).
     """
     if logits.dim() != 2:
-        raise UsageError(
-            f"the model returned shape {tuple(logits.shape)}, not (batch, classes): "
-            "set attack_loss to a function of (output, target) for other tasks"
-        )
+        raise UsageError(f"the model returned shape {tuple(logits.shape)}, not (batch, classes): {remedy}")
     if logits.shape[1] < 2:
-        raise UsageError(
-            "the model has one output, so there is no other class to move to: "
-            "set attack_loss to a function of (output, target), for example binary cross-entropy with logits"
-        )
+        raise UsageError(f"the model has one output, so there is no other class to move to: {remedy}")
     integer = isinstance(y, Tensor) and not y.is_floating_point() and not y.is_complex() and y.dtype != torch.bool
     if not integer or y.dim() != 1 or len(y) != len(logits):
         found = f"{y.dtype} of shape {tuple(y.shape)}" if isinstance(y, Tensor) else type(y).__name__
-        raise UsageError(
-            f"the targets are {found}, not class indices of shape (batch,): "
-            "set attack_loss to a function of (logits, target) for other tasks"
-        )
+        raise UsageError(f"the targets are {found}, not class indices of shape (batch,): {remedy}")
     if len(y) and not 0 <= int(y.min()) <= int(y.max()) < logits.shape[1]:
         raise UsageError(
             f"the targets span [{int(y.min())}, {int(y.max())}] but the model has {logits.shape[1]} classes: "
-            "map them to 0..classes-1, or set attack_loss"
+            "map them to 0..classes-1, or " + remedy
         )

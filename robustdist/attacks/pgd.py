@@ -71,12 +71,13 @@ class PGD(Attack):
         best = self._descend(problem, 0)
         if self.restarts == 1:
             return best
-        best_score = self._score(problem, best)
+        best_wrong, best_loss = self._judge(problem, best)
         for restart in range(1, self.restarts):
             candidate = self._descend(problem, restart)
-            score = self._score(problem, candidate)
-            better = score > best_score
-            best_score = torch.where(better, score, best_score)
+            wrong, loss = self._judge(problem, candidate)
+            # any success ranks above every failure, then the larger loss counts
+            better = (wrong & ~best_wrong) | ((wrong == best_wrong) & (loss > best_loss))
+            best_wrong, best_loss = torch.where(better, wrong, best_wrong), torch.where(better, loss, best_loss)
             best = torch.where(better.view(-1, *[1] * (best.dim() - 1)), candidate, best)
         return best
 
@@ -90,7 +91,8 @@ class PGD(Attack):
             x_adv = problem.project(x_adv + problem.step_size * step)
         return x_adv
 
-    def _score(self, problem: Problem, x_adv: Tensor) -> Tensor:
+    def _judge(self, problem: Problem, x_adv: Tensor) -> tuple[Tensor, Tensor]:
+        """Return per sample whether the attack succeeded (never, for a custom loss) and the loss."""
         with torch.no_grad():
             logits = problem.logits(x_adv)
             loss = problem.loss(logits, problem.y)
@@ -99,8 +101,5 @@ class PGD(Attack):
                 "restarts > 1 compares samples, so attack_loss must return one value per sample (reduction='none')"
             )
         if not isinstance(self.attack_loss, str):
-            return loss
-        wrong = (logits.argmax(1) == problem.y) if self.targeted else (logits.argmax(1) != problem.y)
-        # any success ranks above every failure; arctan keeps the order of the losses and is bounded
-        score: Tensor = torch.atan(loss.double()) + 10.0 * wrong
-        return score
+            return torch.zeros_like(loss, dtype=torch.bool), loss
+        return (logits.argmax(1) == problem.y) == self.targeted, loss

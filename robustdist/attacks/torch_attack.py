@@ -6,7 +6,7 @@ import difflib
 import inspect
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from robustdist.attacks.base import Attack, AttackResult, Problem
 from robustdist.core.guard import frozen_parameters
 from robustdist.core.rng import derive_seed
 from robustdist.errors import UsageError
-from robustdist.types import Norm, parse_number
+from robustdist.types import AttackLoss, Norm, parse_number
 
 __all__ = ["TorchAttack"]
 
@@ -154,6 +154,13 @@ class TorchAttack(Attack):
         images = ((problem.x - low) / span).float().contiguous()
         x_adv: Tensor = attack(images, problem.y).to(problem.x.dtype) * span + low
         return x_adv
+
+    def with_loss(self, attack_loss: Literal["ce", "margin"] | AttackLoss) -> Attack:
+        """Refuse: the attacks of torchattacks have losses of their own."""
+        raise UsageError(
+            f"torchattacks.{self.name} has a loss of its own, so attack_loss={attack_loss!r} cannot be used: "
+            "remove it, or use PGD"
+        )
 
     def settings(self) -> dict[str, Any]:
         """Return the attack's arguments as plain values."""

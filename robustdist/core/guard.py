@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -43,24 +43,24 @@ def module_mode(module: nn.Module, mode: Literal["eval", "train"]) -> Iterator[N
 
 @contextmanager
 def unchanged_buffers(module: nn.Module) -> Iterator[None]:
-    """Restore every buffer of ``module``: its values, and the tensor object itself where a forward replaced it.
+    """Let copies stand in for all buffers of ``module`` and put the originals back afterwards.
 
-    A buffer registered as None becomes None again. One that a forward registers for the first time stays.
+    The originals are neither compared nor written: a graph built before the attack may have saved them. A buffer
+    registered as None becomes None again. One that a forward registers for the first time stays.
     """
-    saved: list[tuple[nn.Module, str, Tensor | None, Tensor | None]] = [
-        (owner, name, buffer, None if buffer is None else buffer.detach().clone())
-        for owner in module.modules()
-        for name, buffer in owner._buffers.items()
+    saved = [
+        (owner._buffers, name, buffer) for owner in module.modules() for name, buffer in owner._buffers.items()
     ]
+    # by identity: two names of one buffer stay one buffer
+    copies = {id(buffer): buffer.detach().clone() for _, _, buffer in saved if buffer is not None}
     try:
+        for store, name, buffer in saved:
+            if buffer is not None:
+                store[name] = copies[id(buffer)]
         yield
     finally:
-        with torch.no_grad():
-            for owner, name, buffer, values in saved:
-                owner._buffers[name] = buffer
-                # compared by value: batch norm updates its statistics without touching their version counter
-                if buffer is not None and values is not None and not torch.equal(buffer, values):
-                    buffer.copy_(values)
+        for store, name, buffer in saved:
+            store[name] = buffer
 
 
 def ordinary_tensors(value: Any) -> Any:
@@ -114,15 +114,17 @@ def ordinary_attributes(module: nn.Module) -> Iterator[None]:
 def forked_rng(device: torch.device, seed: int) -> Iterator[None]:
     """Give the code inside its own global random streams (torch, ``random``, numpy) and restore them afterwards."""
     accelerated = device.type not in ("cpu", "meta")
-    devices = [device.index or 0] if accelerated else []
+    backend = torch.get_device_module(device.type) if accelerated else None
+    devices = [backend.current_device() if device.index is None else device.index] if backend is not None else []
     kwargs = {"device_type": device.type} if accelerated else {}
     python_state = random.getstate()
     numpy = sys.modules.get("numpy")
     numpy_state = numpy.random.get_state() if numpy is not None else None
     with torch.random.fork_rng(devices=devices, **kwargs):
         torch.default_generator.manual_seed(seed)
-        if accelerated:
-            torch.get_device_module(device.type).manual_seed(seed)
+        if backend is not None:
+            with backend.device(devices[0]):  # manual_seed seeds the current device, which may be another one
+                backend.manual_seed(seed)
         random.seed(seed)
         if numpy is not None:
             numpy.random.seed(seed % 2**32)
@@ -170,5 +172,12 @@ def pure(module: nn.Module, mode: Literal["eval", "train"], device: torch.device
         ordinary_attributes(module),
         unchanged_buffers(module),
         forked_rng(device, seed),
+        _differentiable_rnns(module, device),
     ):
         yield
+
+
+def _differentiable_rnns(module: nn.Module, device: torch.device) -> Any:
+    """Switch cuDNN off where it would refuse the backward pass of a recurrent layer in eval mode."""
+    recurrent = device.type == "cuda" and any(isinstance(part, nn.RNNBase) for part in module.modules())
+    return torch.backends.cudnn.flags(enabled=False) if recurrent else nullcontext()

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch.utils.data import SequentialSampler
+import torch
+from torch import Tensor
+from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler, SubsetRandomSampler
 from torch.utils.data.distributed import DistributedSampler
 
-__all__ = ["Shard", "flatten_loaders", "shard_of"]
+from robustdist.core.guard import forked_rng
+
+__all__ = ["Shard", "fingerprint", "flatten_loaders", "shard_of"]
 
 _FRAMEWORKS = ("torch", "lightning", "lightning_fabric", "pytorch_lightning")
 
@@ -48,19 +53,52 @@ def shard_of(loader: Any, rank: int, world_size: int) -> Shard:
     """Return how ``loader`` spreads its data set over the processes.
 
     Distributed samplers (Lightning injects one) hand out every ``num_replicas``-th sample and repeat the first ones to
-    make the shares equal. Without one, all processes walk through the same sequence and share the work here. Samplers
-    of other origin may do anything: their mapping is not exact.
+    make the shares equal. Without one, processes that walk through the same sequence share the work here: whether it is
+    the same, the caller has to find out (:func:`fingerprint`). Samplers of other origin may do anything: their mapping
+    is not exact.
     """
     batch_sampler = getattr(loader, "batch_sampler", None)
     # a loader with a batch sampler has a `sampler` too, which it does not use
     sampler = getattr(loader if batch_sampler is None else batch_sampler, "sampler", None)
     if isinstance(sampler, DistributedSampler) and _comes_from_a_framework(sampler):
         return Shard(stride=sampler.num_replicas, offset=sampler.rank, length=len(sampler.dataset))  # type: ignore[arg-type]
-    if world_size == 1:
-        return Shard()
     if isinstance(sampler, SequentialSampler):
         return Shard(keep_every=world_size, keep_rank=rank)
+    if world_size == 1 and (_draws_each_once(sampler) or isinstance(getattr(loader, "dataset", None), IterableDataset)):
+        return Shard()
     return Shard(stride=world_size, offset=rank, exact=False)
+
+
+def fingerprint(loader: Any) -> int:
+    """Return a number that tells the data sets of two processes apart: from its length, first and last sample.
+
+    0 for a data set without length or places.
+    """
+    dataset = getattr(loader, "dataset", None)
+    try:
+        size = len(dataset)  # type: ignore[arg-type]
+    except TypeError:
+        return 0
+    with forked_rng(torch.device("cpu"), 0):  # a random transform draws the same on every process, and nothing outside
+        ends = [dataset[place] for place in sorted({0, size - 1})] if size and dataset is not None else []
+    digest = hashlib.blake2b(str(size).encode(), digest_size=7)
+    for leaf in _leaves(ends):
+        digest.update(leaf.cpu().numpy().tobytes() if isinstance(leaf, Tensor) else repr(leaf).encode())
+    return int.from_bytes(digest.digest(), "big")
+
+
+def _draws_each_once(sampler: Any) -> bool:
+    if isinstance(sampler, RandomSampler):
+        return not sampler.replacement and len(sampler) == len(sampler.data_source)  # type: ignore[arg-type]
+    return sampler is None or isinstance(sampler, SubsetRandomSampler)
+
+
+def _leaves(value: Any) -> list[Any]:
+    if isinstance(value, Mapping):
+        return [leaf for item in value.values() for leaf in _leaves(item)]
+    if isinstance(value, (tuple, list)):
+        return [leaf for item in value for leaf in _leaves(item)]
+    return [value]
 
 
 def _comes_from_a_framework(sampler: DistributedSampler[Any]) -> bool:

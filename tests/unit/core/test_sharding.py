@@ -22,7 +22,7 @@ from torch.utils.data import (
 )
 from torch.utils.data._utils.collate import default_collate
 
-from robustdist.core.sharding import Shard, flatten_loaders, shard_of
+from robustdist.core.sharding import Shard, fingerprint, flatten_loaders, shard_of
 
 WORLDS = (1, 2, 3, 4)
 SIZES = range(1, 13)
@@ -200,7 +200,9 @@ class Forever(IterableDataset):
     ids=["shuffled", "weighted", "iterable", "no-loader"],
 )
 def test_what_may_differ_between_processes_is_not_claimed(make):
-    assert shard_of(make(), 0, 1) == Shard()
+    # one process counts each sample once, unless the sampler repeats some by design
+    repeats = isinstance(getattr(make(), "sampler", None), WeightedRandomSampler)
+    assert shard_of(make(), 0, 1) == Shard(exact=not repeats)
     shards = [shard_of(make(), rank, 2) for rank in range(2)]
     assert [shard.exact for shard in shards] == [False, False]
     # counted as if all were different, with an id of its own for every sample
@@ -306,3 +308,27 @@ def test_loaders_are_flattened_in_the_order_of_lightning():
 def test_nothing_to_flatten():
     assert flatten_loaders([]) == []
     assert flatten_loaders({"a": [], "b": ()}) == []
+
+
+def test_fingerprints_tell_data_sets_apart():
+    x = torch.rand(6, 2)
+    same = [DataLoader(torch.utils.data.TensorDataset(x.clone(), torch.arange(6))) for _ in range(2)]
+    assert fingerprint(same[0]) == fingerprint(same[1]) != 0
+    others = [(x[:5], torch.arange(5)), (x + 1e-6, torch.arange(6)), (x, torch.arange(6).flip(0))]
+    for tensors in others:
+        assert fingerprint(DataLoader(torch.utils.data.TensorDataset(*tensors))) != fingerprint(same[0])
+    assert fingerprint(DataLoader(Forever(), batch_size=2)) == 0
+    assert fingerprint([torch.arange(2)]) == 0
+
+
+def test_fingerprints_draw_nothing_from_the_global_stream():
+    class Noisy(torch.utils.data.Dataset):
+        def __len__(self):
+            return 3
+
+        def __getitem__(self, place):
+            return torch.rand(2)
+
+    before = torch.get_rng_state()
+    assert fingerprint(DataLoader(Noisy())) == fingerprint(DataLoader(Noisy()))
+    assert torch.equal(torch.get_rng_state(), before)
