@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping
-from typing import Any
+from contextlib import ExitStack, nullcontext
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -24,7 +24,9 @@ from robustdist.core.forward import (
     looks_like_probabilities,
     precision_context,
 )
+from robustdist.core.layout import channels_last_weights
 from robustdist.core.muted import StepMuter
+from robustdist.core.ranks import failing_together
 from robustdist.core.redirect import StepInterceptor, check_step_can_be_intercepted
 from robustdist.errors import RobustDistWarning, UsageError
 from robustdist.objectives.base import Objective, ObjectiveContext
@@ -53,13 +55,15 @@ class AdversarialTraining(Callback):
         target_key: Key, attribute or position of the target in the batch, when it cannot be told.
         forward: What maps inputs to logits: None for the module itself, the path of a sub-module, or a function
             (module, x, batch).
-        attack_loss: Loss of (logits, target) that the attack increases, in place of the attack's own; needed for
-            targets that are not class indices.
+        attack_loss: Loss that the attack increases, in place of the attack's own: "ce", "margin" or a function of
+            (logits, target); needed for targets that are not class indices.
         precision: Precision of the attack's forward passes: "inherit" from the trainer, "bf16" (autocast) or "32".
-            Perturbation and projection are in float32 in any case.
+            Perturbation and projection are in float32 in any case. Under "true" half or double precision of the
+            trainer only "inherit" makes sense.
         channels_last: Keep four-dimensional weights and inputs in channels-last order during fit.
-        eps_schedule: Factor on the radius over training, for example ``LinearRamp(share=0.3)``; counts executed
-            optimiser steps.
+        eps_schedule: Factor on the radius over training, for example ``LinearRamp(share=0.3)``. It follows executed
+            optimiser steps (one that a gradient scaler skips does not count) since this callback first took part; in
+            manual optimisation, where Lightning does not know how often the module will step, it follows batches.
         step_size_schedule: The same for the step size; default ``eps_schedule``.
         order: Place among other step transforms; a lower one runs further outside.
 
@@ -80,7 +84,7 @@ class AdversarialTraining(Callback):
         input_key: str | int | None = None,
         target_key: str | int | None = None,
         forward: Forward = None,
-        attack_loss: AttackLoss | None = None,
+        attack_loss: Literal["ce", "margin"] | AttackLoss | None = None,
         precision: AttackPrecision = "inherit",
         channels_last: bool = False,
         eps_schedule: Schedule | None = None,
@@ -95,8 +99,7 @@ class AdversarialTraining(Callback):
         self.objective = objective if objective is not None else PGDAT()
         self.attack = attack if attack is not None else PGD()
         if attack_loss is not None:
-            self.attack = copy.copy(self.attack)
-            self.attack.attack_loss = attack_loss
+            self.attack = self.attack.with_loss(attack_loss)
         if self.attack.targeted:
             raise UsageError("attack has targeted=True, but training has no target classes: use an untargeted attack")
         self.adapter = BatchAdapter(input_key, target_key)
@@ -109,17 +112,36 @@ class AdversarialTraining(Callback):
         self._muter = StepMuter()
         self._num_attacks = 0
         self._num_steps = 0
-        self._num_total_steps = float("inf")
+        # None while the length of training is unknown, as in a learning rate finder: schedules are at their end then
+        self._num_total_steps: float | None = None
         self._checked = False
         self._logs: dict[str, Tensor | float] = {}
         self._batch_size = 0
         self._trainer: Trainer | None = None
         self._step_counter: RemovableHandle | None = None
+        self._layout: ExitStack | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Check the combination and wrap the strategy's training step."""
         if stage != "fit":
             return
+        with failing_together():
+            self._check_combination(trainer, pl_module)
+        if self.channels_last:
+            self._layout = ExitStack()
+            self._layout.enter_context(channels_last_weights(pl_module))
+        if trainer.global_step == 0:
+            # a new training; a checkpoint is restored after this
+            self._num_attacks = self._num_steps = 0
+        self._num_total_steps = None
+        self._trainer = trainer
+        self._checked = False
+        if trainer.global_step == 0:
+            # a new training; a checkpoint is restored after this
+            self._num_attacks = self._num_steps = 0
+        StepInterceptor.of(trainer.strategy).add(self._training_step, self.order)
+
+    def _check_combination(self, trainer: Trainer, pl_module: LightningModule) -> None:
         check_same_package(pl_module)
         check_step_can_be_intercepted(
             trainer.strategy,
@@ -127,14 +149,11 @@ class AdversarialTraining(Callback):
             needs_second_pass=self.objective.needs_second_pass,
             option=f"AdversarialTraining(objective={type(self.objective).__name__})",
         )
-        if self.channels_last:
-            pl_module.to(memory_format=torch.channels_last)
-        self._trainer = trainer
-        self._checked = False
-        if trainer.global_step == 0:
-            # a new training; a checkpoint is restored after this
-            self._num_attacks = self._num_steps = 0
-        StepInterceptor.of(trainer.strategy).add(self._training_step, self.order)
+        if self.precision != "inherit" and trainer.precision not in ("32-true", "bf16-mixed", "16-mixed"):
+            raise UsageError(
+                f"precision={self.precision!r} of the attack does not go with precision={trainer.precision!r} of the "
+                "Trainer, whose weights have that type: use precision='inherit'"
+            )
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start to count executed optimiser steps."""
@@ -146,11 +165,9 @@ class AdversarialTraining(Callback):
                 category=RobustDistWarning,
             )
         if self.eps_schedule is not None or self.step_size_schedule is not None:
-            self._num_total_steps = trainer.estimated_stepping_batches
-            if self._num_total_steps == float("inf"):
-                raise UsageError("eps_schedule needs the length of training: set the Trainer's max_epochs or max_steps")
+            self._num_total_steps = self._length_of_training(trainer, pl_module)
         # a post hook runs only when the optimiser really stepped; global_step also counts steps a scaler skipped
-        if trainer.optimizers:
+        if trainer.optimizers and pl_module.automatic_optimization:
             self._step_counter = trainer.optimizers[0].register_step_post_hook(self._count_step)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -158,6 +175,10 @@ class AdversarialTraining(Callback):
         if self._checked:
             return
         self._checked = True
+        with failing_together():
+            self._check(trainer, pl_module, batch)
+
+    def _check(self, trainer: Trainer, pl_module: LightningModule, batch: Any) -> None:
         x, y, *_ = self.adapter.locate(batch)
         forward = bind_forward(pl_module, self.forward, batch)
         with trainer.precision_plugin.train_step_context(), precision_context(self.precision, x.device):
@@ -184,15 +205,17 @@ class AdversarialTraining(Callback):
         for name, value in self._logs.items():
             pl_module.log(f"robust/{name}", value, on_step=True, batch_size=self._batch_size)
         self._logs = {}
+        if not pl_module.automatic_optimization:
+            self._num_steps += 1
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Give the strategy and the module back as they were."""
         if stage == "fit":
-            self._release(trainer, pl_module)
+            self._release(trainer)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Give the strategy and the module back as they were."""
-        self._release(trainer, pl_module)
+        self._release(trainer)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the counters behind random starts and schedules."""
@@ -206,10 +229,25 @@ class AdversarialTraining(Callback):
     def scales(self) -> tuple[float, float]:
         """Return the factors on radius and step size at the present progress of training."""
         # counted from 1: a ramp that starts at zero shall not waste the first step on a radius of zero
-        progress = min(1.0, (self._num_steps + 1) / self._num_total_steps)
+        progress = 1.0 if self._num_total_steps is None else min(1.0, (self._num_steps + 1) / self._num_total_steps)
         eps_scale = self.eps_schedule(progress) if self.eps_schedule is not None else 1.0
         step_scale = self.step_size_schedule(progress) if self.step_size_schedule is not None else 1.0
         return eps_scale, step_scale
+
+    def _length_of_training(self, trainer: Trainer, pl_module: LightningModule) -> float:
+        """Return the optimiser steps, or in manual optimisation the batches, that this callback will have counted."""
+        if pl_module.automatic_optimization:
+            total, done = trainer.estimated_stepping_batches, trainer.global_step
+        else:
+            epochs = -1 if trainer.max_epochs is None else trainer.max_epochs
+            total, done = trainer.num_training_batches * epochs, trainer.fit_loop.total_batch_idx + 1
+        # -1 is Lightning's answer for max_epochs with a loader that has no length
+        if not 0 < total < float("inf"):
+            raise UsageError(
+                "eps_schedule needs the length of training: set the Trainer's max_epochs with a loader that has a "
+                "length, or in automatic optimisation its max_steps"
+            )
+        return max(1.0, total - done + self._num_steps)
 
     def _training_step(self, next_step: Callable[..., Any], batch: Any, /, *args: Any, **kwargs: Any) -> Any:
         assert self._trainer is not None
@@ -217,15 +255,14 @@ class AdversarialTraining(Callback):
         x, y, *_ = self.adapter.locate(batch)
         if self.channels_last and x.dim() == 4:
             x = x.contiguous(memory_format=torch.channels_last)
-        main_output: list[Any] = []
+        outputs: list[Any] = []
 
-        def loss(inputs: Tensor, muted: bool = False) -> Tensor | None:
+        def loss(inputs: Tensor) -> Tensor | None:
             replaced = self.adapter.replace(batch, inputs)
-            if muted:
-                with self._muter(module):
-                    return _loss_of(next_step(replaced, *args, **kwargs))
-            main_output.append(next_step(replaced, *args, **kwargs))
-            return _loss_of(main_output[0])
+            # the first call of a step is the one that the user's logs and metrics see
+            with self._muter(module) if outputs else nullcontext():
+                outputs.append(next_step(replaced, *args, **kwargs))
+            return _loss_of(outputs[-1])
 
         forward = bind_forward(module, self.forward, batch)
         context = ObjectiveContext(
@@ -238,7 +275,7 @@ class AdversarialTraining(Callback):
         total = self.objective.compute(context)
         self._logs.update(context.logs)
         self._batch_size = len(x)
-        return _with_loss(main_output[0], total)
+        return _with_loss(outputs[0], total) if outputs else total
 
     def _perturb(
         self, trainer: Trainer, module: LightningModule, forward: Callable[[Tensor], Any], x: Tensor, y: Any
@@ -268,13 +305,16 @@ class AdversarialTraining(Callback):
         if found_inf is None or not bool(found_inf):
             self._num_steps += 1
 
-    def _release(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def _release(self, trainer: Trainer) -> None:
         StepInterceptor.of(trainer.strategy).remove(self._training_step)
         if self._step_counter is not None:
             self._step_counter.remove()
             self._step_counter = None
-        if self.channels_last and self._trainer is not None:
-            pl_module.to(memory_format=torch.contiguous_format)
+        if self._layout is not None:
+            self._layout.close()
+            self._layout = None
+        self._muter = StepMuter()  # its stand-ins hold the user's metrics
+        self._logs = {}
         self._trainer = None
 
 
@@ -284,7 +324,9 @@ def _loss_of(output: Any) -> Tensor | None:
 
 
 def _with_loss(output: Any, loss: Tensor | None) -> Any:
-    if loss is None or loss is _loss_of(output):
-        # manual optimisation may return anything; a skipped batch returns None
-        return output if loss is not None or _loss_of(output) is None else None
+    """Return ``output``, what the user's step returned, with the objective's loss in the place of its own."""
+    if loss is _loss_of(output):
+        return output  # also what manual optimisation returns, which need not be a loss
+    if loss is None:
+        return None  # the objective skips the batch
     return {**output, "loss": loss} if isinstance(output, Mapping) else loss

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +23,9 @@ from robustdist.attacks.base import Attack
 from robustdist.attacks.pgd import PGD
 from robustdist.core.batch import BatchAdapter
 from robustdist.core.forward import Forward, bind_forward
+from robustdist.core.ranks import failing_together
 from robustdist.core.redirect import check_module_can_be_called
-from robustdist.core.sharding import flatten_loaders, shard_of
+from robustdist.core.sharding import Shard, fingerprint, flatten_loaders, shard_of
 from robustdist.errors import RobustDistWarning, UsageError
 from robustdist.evaluation import RobustTally
 from robustdist.report import EvaluationResult, Examples, wilson_interval, write_report
@@ -41,13 +44,14 @@ class RobustEvaluation(Callback):
 
     Logged, for monitors: ``robust/clean_acc``, ``robust/<name>_acc`` per attack, ``robust/acc`` (worst case per image
     over all attacks) and ``robust/acc_low`` and ``robust/acc_high`` (95 % Wilson interval of ``robust/acc``).
-    Epochs without an evaluation repeat the last values for monitors, but not in the loggers. Several loaders of one
-    stage are counted together. A second evaluation in the same Trainer needs a ``prefix`` of its own.
+    Epochs without an evaluation repeat the last values for monitors, but not in the loggers: an EarlyStopping must
+    have more patience than ``every_n_epochs``. Several loaders of one stage are counted together. A second evaluation
+    in the same Trainer needs a ``prefix`` of its own.
 
     Args:
         attacks: Attacks by name; default ``{"pgd20": PGD(steps=20)}`` (linf, 8/255). They should share norm and radius
             to be one threat model; otherwise the report calls it "mixed".
-        every_n_epochs: In fit, evaluate the first, every n-th after it and the last epoch.
+        every_n_epochs: In fit, evaluate the first epoch, every n-th after it and the last of ``max_epochs``.
         max_samples: Evaluate only the first samples of each data set; None for all.
         report_dir: Folder for ``report.json``, ``report.html`` and pictures, written at the end of ``fit``,
             ``validate`` and ``test``; None for no report.
@@ -83,6 +87,10 @@ class RobustEvaluation(Callback):
         for name, attack in (attacks or {}).items():
             if not isinstance(attack, Attack):
                 raise UsageError(f"attacks[{name!r}]={attack!r} is not an attack of robustdist.attacks: create one")
+            if name == "clean" or "/" in name:
+                raise UsageError(
+                    f"attacks[{name!r}] would be logged as another key: choose a name without slashes, not clean"
+                )
             if attack.targeted:
                 raise UsageError(
                     f"attacks[{name!r}] is targeted, but an evaluation knows only true labels: use an untargeted attack"
@@ -108,12 +116,14 @@ class RobustEvaluation(Callback):
         self.comparison: dict[str, EvaluationResult] = {}
         self.label = "this model"
         self.train_seconds: dict[str, float] = {}
+        self.checkpoint: str | None = None
         self.title = "Robust evaluation"
         self._tally: RobustTally | None = None
         self._places: dict[int, int] = {}
         self._warned: set[str] = set()
         self._switched_loop: Any = None
-        self._batch: Any = None
+        self._shards: list[Shard] = []
+        self._batch: tuple[Any, Tensor, Any] | None = None
         self._logged: dict[str, float] = {}
 
     @property
@@ -134,23 +144,37 @@ class RobustEvaluation(Callback):
         """Check the combination and make gradients possible in the evaluation loop."""
         if stage == "predict":
             return
-        check_same_package(pl_module)
-        check_module_can_be_called(trainer.strategy, option="RobustEvaluation")
-        others = [callback for callback in trainer.callbacks if isinstance(callback, RobustEvaluation)]
-        if sum(callback.prefix == self.prefix for callback in others) > 1:
-            raise UsageError(
-                f"two RobustEvaluation callbacks log as {self.prefix}/acc, and Lightning would average them: "
-                "give one of them another prefix, or put all attacks into one"
-            )
-        if stage == "fit" and trainer.global_step == 0:
-            # a new training; a checkpoint is restored after this
-            self.history, self._logged = [], {}
+        with failing_together():
+            self._check_combination(trainer, pl_module)
+        self._warned, self.result, self.examples = set(), None, None
+        if stage == "fit":
+            self._check_monitors(trainer)
+            if trainer.global_step == 0:
+                # a new training; a checkpoint is restored after this
+                self.history, self._logged = [], {}
         loop = {"validate": trainer.validate_loop, "test": trainer.test_loop}.get(stage)
         if loop is not None and loop.inference_mode:
             # a module may cache tensors in forward: made in inference mode they cannot take part in autograd later
             loop.inference_mode = False
             self._switched_loop = loop
             rank_zero_info("RobustEvaluation: evaluation runs under no_grad instead of inference_mode")
+
+    def _check_combination(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        check_same_package(pl_module)
+        check_module_can_be_called(trainer.strategy, option="RobustEvaluation")
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        others = [callback for callback in callbacks if isinstance(callback, RobustEvaluation)]
+        if sum(callback.prefix == self.prefix for callback in others) > 1:
+            raise UsageError(
+                f"two RobustEvaluation callbacks log as {self.prefix}/acc, and Lightning would average them: "
+                "give one of them another prefix, or put all attacks into one"
+            )
+        for step in (pl_module.validation_step, pl_module.test_step):
+            if "dataloader_iter" in inspect.signature(step).parameters:
+                raise UsageError(
+                    f"RobustEvaluation needs the batch, but {step.__name__}(dataloader_iter) fetches its own: "
+                    f"write {step.__name__}(self, batch, batch_idx)"
+                )
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Give the evaluation loop its setting back."""
@@ -162,7 +186,7 @@ class RobustEvaluation(Callback):
 
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin to count, if this epoch is evaluated."""
-        self._tally = self._new_tally() if self._is_due(trainer) else None
+        self._begin(trainer, pl_module, trainer.val_dataloaders, due=self._is_due(trainer))
 
     def on_validation_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
@@ -170,7 +194,7 @@ class RobustEvaluation(Callback):
         """Keep the batch; see whether the first one fits, in fit during the sanity check, before training."""
         self._keep(batch)
         if batch_idx == 0 and (trainer.sanity_checking or trainer.state.fn != "fit"):
-            self._check(pl_module, batch)
+            self._check(trainer, pl_module, batch)
 
     def on_validation_batch_end(
         self,
@@ -182,7 +206,7 @@ class RobustEvaluation(Callback):
         dataloader_idx: int = 0,
     ) -> None:
         """Attack the batch."""
-        self._update(trainer, pl_module, trainer.val_dataloaders, dataloader_idx)
+        self._update(trainer, pl_module, dataloader_idx)
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the accuracies of the epoch."""
@@ -196,7 +220,7 @@ class RobustEvaluation(Callback):
 
     def on_test_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin to count."""
-        self._tally = self._new_tally()
+        self._begin(trainer, pl_module, trainer.test_dataloaders, due=True)
 
     def on_test_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
@@ -204,7 +228,7 @@ class RobustEvaluation(Callback):
         """Keep the batch; see whether the first one fits."""
         self._keep(batch)
         if batch_idx == 0:
-            self._check(pl_module, batch)
+            self._check(trainer, pl_module, batch)
 
     def on_test_batch_end(
         self,
@@ -216,7 +240,7 @@ class RobustEvaluation(Callback):
         dataloader_idx: int = 0,
     ) -> None:
         """Attack the batch."""
-        self._update(trainer, pl_module, trainer.test_dataloaders, dataloader_idx)
+        self._update(trainer, pl_module, dataloader_idx)
 
     def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the accuracies."""
@@ -235,9 +259,19 @@ class RobustEvaluation(Callback):
         """Write the report."""
         self._report(trainer)
 
-    def _new_tally(self) -> RobustTally:
+    def _begin(self, trainer: Trainer, pl_module: LightningModule, loaders: Any, *, due: bool) -> None:
+        flat = flatten_loaders(loaders)
+        self._shards = [shard_of(loader, trainer.global_rank, trainer.world_size) for loader in flat]
         self._places = {}
-        return RobustTally(self.attacks, self.num_examples)
+        self._tally = RobustTally(self.attacks, self.num_examples) if due else None
+        shared = [place for place, shard in enumerate(self._shards) if shard.keep_every > 1]
+        if due and shared:
+            # every process walks through a whole data set: is it the same one, or the share of each?
+            prints = torch.tensor([fingerprint(flat[place]) for place in shared], device=pl_module.device)
+            highest = trainer.strategy.reduce(torch.stack([prints, -prints]), reduce_op="max")
+            for place, differs in zip(shared, (highest[0] != -highest[1]).tolist(), strict=True):
+                if differs:
+                    self._shards[place] = Shard(trainer.world_size, trainer.global_rank, exact=False)
 
     def _is_due(self, trainer: Trainer) -> bool:
         if trainer.sanity_checking:
@@ -251,27 +285,45 @@ class RobustEvaluation(Callback):
         gap = epoch - self.history[-1]["epoch"]
         return gap == 0 or gap >= self.every_n_epochs
 
-    def _check(self, pl_module: LightningModule, batch: Any) -> None:
-        x, y, *_ = self.adapter.locate(batch)
-        RobustTally(self.attacks).check(pl_module, bind_forward(pl_module, self.forward, batch), x, y)
+    def _check_monitors(self, trainer: Trainer) -> None:
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            patience = getattr(callback, "patience", None)
+            monitored = str(getattr(callback, "monitor", None)).startswith(f"{self.prefix}/")
+            if monitored and patience is not None and patience < self.every_n_epochs:
+                rank_zero_warn(
+                    f"{type(callback).__name__} stops after {patience} epochs without a better {callback.monitor}, but "
+                    f"every_n_epochs={self.every_n_epochs} is less often: raise patience or lower every_n_epochs",
+                    category=RobustDistWarning,
+                )
+
+    def _check(self, trainer: Trainer, pl_module: LightningModule, batch: Any) -> None:
+        # a distributed sampler gives every process a first batch; otherwise nobody may wait for the others
+        everywhere = all(shard.length is not None for shard in self._shards) and trainer.world_size > 1
+        with failing_together() if everywhere else nullcontext():
+            x, y, *_ = self.adapter.locate(batch)
+            with _attack_context(trainer, pl_module.device):
+                RobustTally(self.attacks).check(pl_module, bind_forward(pl_module, self.forward, batch), x, y)
 
     def _keep(self, batch: Any) -> None:
         if self._tally is not None:
-            # a step may take entries out of its batch, or write into its images
-            self._batch = self.adapter.replace(batch, self.adapter.locate(batch).x.clone())
+            # a step may take entries out of its batch, or write into its tensors
+            x, y, *_ = self.adapter.locate(batch)
+            x, y = x.clone(), y.clone() if isinstance(y, Tensor) else y
+            self._batch = self.adapter.replace(batch, x), x, y
 
-    def _update(self, trainer: Trainer, pl_module: LightningModule, loaders: Any, dataloader_idx: int) -> None:
-        batch, self._batch = self._batch, None
-        if self._tally is None:
+    def _update(self, trainer: Trainer, pl_module: LightningModule, dataloader_idx: int) -> None:
+        if self._tally is None or self._batch is None:
             return
-        x, y, *_ = self.adapter.locate(batch)
-        shard = shard_of(flatten_loaders(loaders)[dataloader_idx], trainer.global_rank, trainer.world_size)
-        if not shard.exact:
+        (batch, x, y), self._batch = self._batch, None
+        shard = self._shards[dataloader_idx]
+        # several loaders at once: which of them hands out this input cannot be told
+        combined = len(self._shards) > 1 and len(self.adapter.locate(batch).input_path) > 1
+        if combined or not shard.exact:
             self._tally.mark_uncertain()
             self._warn_once(
                 "sampler",
-                "RobustEvaluation does not know how the sampler spreads samples over the processes: padded ones may be "
-                "counted twice; use a DistributedSampler, or no sampler of your own",
+                "RobustEvaluation cannot tell how the sampler spreads samples over batches and processes: some may "
+                "be counted twice; use a DistributedSampler, or no sampler of your own",
             )
         start = self._places.get(dataloader_idx, 0)
         self._places[dataloader_idx] = start + len(x)
@@ -285,7 +337,8 @@ class RobustEvaluation(Callback):
         whole_batch = callable(self.forward)
         if not whole_batch and len(counted) < len(x):
             x, y, ids = x[counted], y[counted], [ids[row] for row in counted]
-        self._tally.update(pl_module, forward, x, y, ids, whole_batch=whole_batch)
+        with _attack_context(trainer, pl_module.device):
+            self._tally.update(pl_module, forward, x, y, ids, whole_batch=whole_batch)
 
     def _finish(self, trainer: Trainer, pl_module: LightningModule) -> None:
         assert self._tally is not None
@@ -338,7 +391,9 @@ class RobustEvaluation(Callback):
     def _report(self, trainer: Trainer) -> None:
         if self.result is None or not trainer.is_global_zero:
             return
-        log_figures(trainer.loggers, self.history, self.examples, self.result, trainer.global_step)
+        if not trainer.fast_dev_run:  # type: ignore[attr-defined]
+            step = trainer.global_step
+            log_figures(trainer.loggers, self.history, self.examples, self.result, step, prefix=self.prefix)
         if self.report_dir is not None:
             comparison = {**self.comparison, self.label: self.result} if self.comparison else {}
             write_report(
@@ -348,6 +403,7 @@ class RobustEvaluation(Callback):
                 examples=self.examples,
                 comparison=comparison,
                 train_seconds=self.train_seconds,
+                checkpoint=self.checkpoint,
                 title=self.title,
             )
             rank_zero_info(f"robust evaluation: {Path(self.report_dir) / 'report.html'}")
@@ -362,3 +418,10 @@ class RobustEvaluation(Callback):
         if key not in self._warned:
             self._warned.add(key)
             rank_zero_warn(message, category=RobustDistWarning)
+
+
+@contextmanager
+def _attack_context(trainer: Trainer, device: torch.device) -> Iterator[None]:
+    """Run forward passes as the precision plugin does, with the default dtype of "true" precisions, but no autocast."""
+    with trainer.precision_plugin.val_step_context(), torch.autocast(device.type, enabled=False):
+        yield

@@ -19,6 +19,8 @@ __all__ = [
     "LightningCLI",
     "LightningDataModule",
     "LightningModule",
+    "ModelCheckpoint",
+    "SaveConfigCallback",
     "Trainer",
     "check_same_package",
     "rank_zero_info",
@@ -32,7 +34,8 @@ PACKAGE = "pytorch_lightning" if _FOLLOW_OTHER else "lightning.pytorch"
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
-    from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
+    from lightning.pytorch.callbacks import ModelCheckpoint
+    from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
     from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
 else:
     _root = importlib.import_module(PACKAGE)
@@ -41,6 +44,8 @@ else:
     Callback = _root.Callback
     LightningArgumentParser = _cli.LightningArgumentParser
     LightningCLI = _cli.LightningCLI
+    ModelCheckpoint = importlib.import_module(f"{PACKAGE}.callbacks").ModelCheckpoint
+    SaveConfigCallback = _cli.SaveConfigCallback
     LightningDataModule = _root.LightningDataModule
     LightningModule = _root.LightningModule
     Trainer = _root.Trainer

@@ -7,7 +7,12 @@ class UsageError(ValueError):
     """Wrong use or configuration: one sentence that names the option and the remedy.
 
     The command line turns it into exit status 2 without a traceback.
+
+    Attributes:
+        shared: Whether every process of the run raises it, so that one of them is enough to tell.
     """
+
+    shared = False
 
 
 class RobustDistWarning(UserWarning):

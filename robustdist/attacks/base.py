@@ -124,7 +124,9 @@ _LOSSES: dict[str, AttackLoss] = {"ce": _cross_entropy, "margin": _margin}
 def _checked_loss(attack_loss: Literal["ce", "margin"] | AttackLoss) -> Literal["ce", "margin"] | AttackLoss:
     if callable(attack_loss) or attack_loss in _LOSSES:
         return attack_loss
-    raise UsageError(f"attack_loss={attack_loss!r} is unknown: choose ce, margin or pass a function of (logits, target)")
+    raise UsageError(
+        f"attack_loss={attack_loss!r} is unknown: choose ce, margin or pass a function of (logits, target)"
+    )
 
 
 class Attack(ABC):
@@ -406,5 +408,5 @@ def check_class_indices(
     if len(y) and not 0 <= int(y.min()) <= int(y.max()) < logits.shape[1]:
         raise UsageError(
             f"the targets span [{int(y.min())}, {int(y.max())}] but the model has {logits.shape[1]} classes: "
-            "map them to 0..classes-1, or " + remedy
+            "map them to 0..classes-1"
         )

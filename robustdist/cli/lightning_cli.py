@@ -7,8 +7,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-import torch
 from rich.console import Console
 
 from robustdist._lightning import (
@@ -16,6 +16,9 @@ from robustdist._lightning import (
     LightningCLI,
     LightningDataModule,
     LightningModule,
+    ModelCheckpoint,
+    SaveConfigCallback,
+    Trainer,
     rank_zero_info,
 )
 from robustdist.attacks.base import Attack
@@ -70,40 +73,44 @@ class RobustCLI(LightningCLI):
         """Check what can be checked before anything is built."""
         check_checkpoint(self._get(self.config, "ckpt_path"))
 
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        """Build the trainer; the control's differs from the user's."""
+        return super().instantiate_trainer(**kwargs, **getattr(self, "_trainer_overrides", {}))
+
     def before_fit(self) -> None:
         """Train the control, if the report asks for one."""
         self._control: tuple[EvaluationResult, float] | None = None
         report = self._report_options()
         if report is None:
             return
-        for callback in self.trainer.callbacks:
-            if isinstance(callback, RobustEvaluation) and callback.report_dir is None:
+        for callback in self._evaluations():
+            if callback.report_dir is None:
                 callback.report_dir = report.dir  # for the curves of training
+                break
         if report.control:
             rank_zero_info(f"report: training the control first ({self._ORDINARY} of the same module)")
             # the run that follows draws the same random numbers as it would without a control
-            with forked_rng(torch.device("cpu"), derive_seed(0, "control")):
+            with forked_rng(self.trainer.strategy.root_device, derive_seed(0, "control")):
                 self._control = self._train_control(report)
             rank_zero_info(f"report: {self._ADVERSARIAL}")
-        self._start = time.perf_counter()
+        self._started = time.time()
 
     def after_fit(self) -> None:
         """Test under attack, write the report and print it."""
         report = self._report_options()
         if report is None:
             return
-        seconds = {self._ADVERSARIAL: time.perf_counter() - self._start}
-        evaluation = self._final_evaluation(report, report.dir)
-        history = Path(report.dir) / "report.json"
-        if history.exists():
-            evaluation.history = json.loads(history.read_text()).get("history", [])
+        seconds = {self._ADVERSARIAL: time.time() - self._started}
+        evaluation = self.trainer.judge(report.attacks, report.dir, report.max_samples)
+        evaluation.history = self._history(Path(report.dir) / "report.json")
         if self._control is not None:
             evaluation.comparison = {self._ORDINARY: self._control[0]}
             evaluation.label = self._ADVERSARIAL
             evaluation.train_seconds = seconds = {self._ORDINARY: self._control[1], **seconds}
         evaluation.title = f"Robust evaluation of {type(self.model).__name__}"
-        best = getattr(self.trainer.checkpoint_callback, "best_model_path", "") or None
-        result = self.trainer.evaluate_with(evaluation, self.model, datamodule=self.datamodule, ckpt_path=best)
+        result = self.trainer.evaluate_with(
+            evaluation, self.model, datamodule=self.datamodule, ckpt_path=self.trainer.best_checkpoint
+        )
         self._print(result, evaluation.comparison, seconds, report.dir)
 
     def after_evaluate(self) -> None:
@@ -125,31 +132,47 @@ class RobustCLI(LightningCLI):
         options = self._get(self.config_init, "report")
         return options if isinstance(options, ReportOptions) or options is None else ReportOptions(**vars(options))
 
+    def _evaluations(self) -> list[RobustEvaluation]:
+        return [callback for callback in self.trainer.callbacks if isinstance(callback, RobustEvaluation)]
+
+    def _history(self, report: Path) -> list[dict[str, float]]:
+        """Return the curves of the fit that just ended."""
+        for callback in self._evaluations():
+            if callback.history:
+                return callback.history
+        # the fork and spawn launchers train in workers whose callbacks do not come back; their report does
+        fresh = report.exists() and report.stat().st_mtime >= self._started
+        history: list[dict[str, float]] = json.loads(report.read_text()).get("history", []) if fresh else []
+        return history
+
     def _train_control(self, report: ReportOptions) -> tuple[EvaluationResult, float]:
+        """Train and judge the same module without AdversarialTraining, away from the user's loggers and checkpoints."""
         names = ("config_init", "datamodule", "model", "trainer", "save_config_callback")
         kept = {name: getattr(self, name) for name in names}
+        folder = Path(report.dir) / "control"
         try:
             self.save_config_callback = None
+            self._trainer_overrides = {"logger": False, "default_root_dir": str(folder)}
             self._set_seed()
             self.instantiate_classes()
             self.trainer.callbacks = [c for c in self.trainer.callbacks if not isinstance(c, AdversarialTraining)]
-            start = time.perf_counter()
+            for callback in self.trainer.checkpoint_callbacks:
+                if isinstance(callback, ModelCheckpoint):
+                    callback.dirpath = str(folder / "checkpoints")
+            start = time.time()
             self.trainer.fit(self.model, datamodule=self.datamodule)
-            seconds = time.perf_counter() - start
-            evaluation = self._final_evaluation(report, str(Path(report.dir) / "control"))
+            seconds = time.time() - start
+            evaluation = self.trainer.judge(report.attacks, str(folder), report.max_samples)
             evaluation.title = f"Control: {self._ORDINARY} of {type(self.model).__name__}"
-            return self.trainer.evaluate_with(evaluation, self.model, datamodule=self.datamodule), seconds
+            # weights chosen by the same rule as those of the model that it is compared with
+            result = self.trainer.evaluate_with(
+                evaluation, self.model, datamodule=self.datamodule, ckpt_path=self.trainer.best_checkpoint
+            )
+            return result, seconds
         finally:
+            self._trainer_overrides = {}
             for name, value in kept.items():
                 setattr(self, name, value)
-
-    def _final_evaluation(self, report: ReportOptions, directory: str) -> RobustEvaluation:
-        configured = next((c for c in self.trainer.callbacks if isinstance(c, RobustEvaluation)), None)
-        attacks = report.attacks if report.attacks is not None else getattr(configured, "attacks", None)
-        evaluation = RobustEvaluation(attacks=attacks, report_dir=directory, max_samples=report.max_samples)
-        if configured is not None:
-            evaluation.adapter, evaluation.forward = configured.adapter, configured.forward
-        return evaluation
 
     def _print(
         self,
@@ -168,12 +191,22 @@ class RobustCLI(LightningCLI):
         console.print(f"report: {Path(directory) / 'report.html'}", soft_wrap=True)
 
 
+class _SaveConfig(SaveConfigCallback):
+    """Saves the parsed configuration beside the logs; without a logger that would be the user's own folder."""
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Save, if there is a logger."""
+        if trainer.loggers:
+            super().setup(trainer, pl_module, stage)
+
+
 def run_lightning_cli(args: Sequence[str] | None, description: str) -> None:
     """Parse ``args`` and run the verb in it."""
     quiet = {"exit_on_error": False}
     RobustCLI(
         LightningModule,
         LightningDataModule,
+        save_config_callback=_SaveConfig,
         trainer_class=RobustTrainer,
         subclass_mode_model=True,
         subclass_mode_data=True,

@@ -59,8 +59,11 @@ def main(args: Sequence[str] | None = None) -> int:
         if message is None:
             traceback.print_exc()
             return FAILED
-        # children of the subprocess launcher run the same command: one of them speaks
-        if os.environ.get("LOCAL_RANK", "0") == "0":
+        # children of the subprocess launcher run the same command: what all of them know, one of them says
+        rank = os.environ.get("LOCAL_RANK", "0")
+        if rank == "0":
             print(f"robustdist: error: {message}", file=sys.stderr)
+        elif not getattr(error, "shared", False):
+            print(f"robustdist: error: process {rank}: {message}", file=sys.stderr)
         return USAGE
     return OK

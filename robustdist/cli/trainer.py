@@ -6,10 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from robustdist._lightning import Callback, LightningDataModule, LightningModule, Trainer
+from robustdist._lightning import Callback, LightningDataModule, LightningModule, Trainer, rank_zero_warn
 from robustdist.attacks.base import Attack
 from robustdist.callbacks.robust_evaluation import RobustEvaluation
-from robustdist.errors import UsageError
+from robustdist.errors import RobustDistWarning, UsageError
 from robustdist.report import EvaluationResult
 
 __all__ = ["RobustTrainer"]
@@ -47,16 +47,40 @@ class RobustTrainer(Trainer):
         Raises:
             UsageError: If there are no attacks, or the checkpoint does not exist.
         """
-        configured = next((c for c in self.callbacks if isinstance(c, RobustEvaluation)), None)
-        if attacks is None:
-            if configured is None:
-                raise UsageError("evaluate has no attacks: give --attacks, or configure a RobustEvaluation callback")
-            attacks = configured.attacks
-        evaluation = RobustEvaluation(attacks=attacks, report_dir=report_dir, max_samples=max_samples)
-        if configured is not None:
-            evaluation.adapter, evaluation.forward = configured.adapter, configured.forward
-            evaluation.history = configured.history
+        check_checkpoint(ckpt_path)
+        if ckpt_path is None:
+            rank_zero_warn(
+                "evaluate without ckpt_path judges the weights that the module has from its constructor",
+                category=RobustDistWarning,
+            )
+        evaluation = self.judge(attacks, report_dir, max_samples)
         return self.evaluate_with(evaluation, model, dataloaders, datamodule, ckpt_path)
+
+    def judge(self, attacks: dict[str, Attack] | None, report_dir: str, max_samples: int | None) -> RobustEvaluation:
+        """Return an evaluation that finds inputs and logits as the configured ones do.
+
+        Args:
+            attacks: Attacks by name; default those of all configured RobustEvaluations together.
+            report_dir: Folder of its report.
+            max_samples: Evaluate only the first samples; None for all.
+
+        Raises:
+            UsageError: If there are no attacks.
+        """
+        configured = [callback for callback in self.callbacks if isinstance(callback, RobustEvaluation)]
+        if attacks is None:
+            attacks = {name: attack for callback in configured for name, attack in callback.attacks.items()}
+        if not attacks:
+            raise UsageError("evaluate has no attacks: give --attacks, or configure a RobustEvaluation callback")
+        evaluation = RobustEvaluation(attacks=attacks, report_dir=report_dir, max_samples=max_samples)
+        if configured:
+            evaluation.adapter, evaluation.forward = configured[0].adapter, configured[0].forward
+        return evaluation
+
+    @property
+    def best_checkpoint(self) -> str | None:
+        """Path of the checkpoint that the first ModelCheckpoint found best; None if it saved none."""
+        return getattr(self.checkpoint_callback, "best_model_path", "") or None
 
     def evaluate_with(
         self,
@@ -67,7 +91,7 @@ class RobustTrainer(Trainer):
         ckpt_path: str | None = None,
     ) -> EvaluationResult:
         """Run ``test`` with ``evaluation`` in the place of the configured ones; arguments as in :meth:`evaluate`."""
-        check_checkpoint(ckpt_path)
+        evaluation.checkpoint = ckpt_path
         kept = list(self.callbacks)
         self.callbacks = [callback for callback in kept if not isinstance(callback, RobustEvaluation)] + [evaluation]
         try:

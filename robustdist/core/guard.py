@@ -48,9 +48,7 @@ def unchanged_buffers(module: nn.Module) -> Iterator[None]:
     The originals are neither compared nor written: a graph built before the attack may have saved them. A buffer
     registered as None becomes None again. One that a forward registers for the first time stays.
     """
-    saved = [
-        (owner._buffers, name, buffer) for owner in module.modules() for name, buffer in owner._buffers.items()
-    ]
+    saved = [(owner._buffers, name, buffer) for owner in module.modules() for name, buffer in owner._buffers.items()]
     # by identity: two names of one buffer stay one buffer
     copies = {id(buffer): buffer.detach().clone() for _, _, buffer in saved if buffer is not None}
     try:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 __all__ = ["channels_last_weights"]
 
@@ -18,7 +18,7 @@ def channels_last_weights(module: nn.Module) -> Iterator[None]:
     Values and parameter objects stay the same, so optimisers and wrappers made inside the context keep working.
     Parameters that were in channels-last order before stay in it afterwards.
     """
-    moved: list[Tensor] = []
+    moved: list[nn.Parameter] = []
     try:
         for parameter in module.parameters():
             if parameter.dim() == 4 and not parameter.is_contiguous(memory_format=torch.channels_last):

@@ -89,7 +89,7 @@ def fingerprint(loader: Any) -> int:
 
 def _draws_each_once(sampler: Any) -> bool:
     if isinstance(sampler, RandomSampler):
-        return not sampler.replacement and len(sampler) == len(sampler.data_source)  # type: ignore[arg-type]
+        return not sampler.replacement and len(sampler) == len(sampler.data_source)
     return sampler is None or isinstance(sampler, SubsetRandomSampler)
 
 

@@ -26,7 +26,7 @@ class ObjectiveContext:
         y: Targets.
         attack: Maps (x, y) to adversarial inputs; local to the process.
         loss: Maps inputs to the ordinary training loss, a scalar with a graph. The first call of a step is the one
-            whose logs and metrics the user sees; ``loss(x, muted=True)`` leaves none.
+            whose logs and metrics the user sees; later ones leave none.
         logits: Maps inputs to logits, with a graph.
         logs: Scalars that the objective wants logged under ``robust/``.
     """
@@ -34,7 +34,7 @@ class ObjectiveContext:
     x: Tensor
     y: Any
     attack: Callable[[Tensor, Any], Tensor]
-    loss: Callable[..., Tensor | None]
+    loss: Callable[[Tensor], Tensor | None]
     logits: Callable[[Tensor], Tensor]
     logs: dict[str, Tensor] = field(default_factory=dict)
 
@@ -78,7 +78,7 @@ class Objective(ABC):
             x=x,
             y=y,
             attack=lambda x, y: attack(model, x, y, rank=rank, step=step),
-            loss=lambda x, muted=False: loss_fn(as_logits(model(x)), y),
+            loss=lambda x: loss_fn(as_logits(model(x)), y),
             logits=lambda x: as_logits(model(x)),
         )
         loss = self.compute(context)

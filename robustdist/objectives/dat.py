@@ -48,7 +48,7 @@ class DAT(Objective):
         robust = context.loss(context.attack(context.x, context.y))
         if robust is None or self.clean_weight == 0:
             return robust
-        clean = context.loss(context.x, muted=True)
+        clean = context.loss(context.x)
         if clean is None:
             return None
         context.logs["clean_loss"] = clean.detach()

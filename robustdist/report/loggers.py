@@ -18,6 +18,8 @@ def log_figures(
     examples: Examples | None,
     result: EvaluationResult,
     step: int,
+    *,
+    prefix: str = "robust",
 ) -> None:
     """Hand curves, attacks and examples to every logger that takes figures (TensorBoard); others are passed over.
 
@@ -26,12 +28,12 @@ def log_figures(
     writers = [logger.experiment for logger in loggers if hasattr(logger.experiment, "add_figure")]
     if not writers or find_spec("matplotlib") is None:
         return
-    figures = {"robust/attacks": plot_attacks({"model": result})}
+    figures = {f"{prefix}/attacks": plot_attacks({"model": result})}
     if len(history) > 1:
-        figures["robust/curves"] = plot_curves(history)
+        figures[f"{prefix}/curves"] = plot_curves(history)
     if examples is not None and is_drawable(examples):
         model = result.threat_model
-        figures["robust/examples"] = plot_examples(examples, model["eps"] or 0.0, bounds=model["bounds"])
+        figures[f"{prefix}/examples"] = plot_examples(examples, model["eps"] or 0.0, bounds=model["bounds"])
     for writer in writers:
         for name, figure in figures.items():
             writer.add_figure(name, figure, global_step=step)

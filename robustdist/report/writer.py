@@ -32,6 +32,7 @@ def write_report(
     examples: Examples | None = None,
     comparison: Mapping[str, EvaluationResult] = MappingProxyType({}),
     train_seconds: Mapping[str, float] = MappingProxyType({}),
+    checkpoint: str | None = None,
     title: str = "Robust evaluation",
 ) -> list[Path]:
     """Write ``report.json``, ``report.html`` and the pictures that the arguments allow for.
@@ -45,7 +46,8 @@ def write_report(
         history: Evaluated epochs as :func:`plot_curves` takes them; drawn in ``curves.png``.
         examples: A few samples, drawn in ``examples.png`` if they are images of 1 or 3 channels.
         comparison: Evaluations by name of the model, all rows of the comparison; drawn in ``attacks.png``.
-        train_seconds: Seconds of training by name of the model.
+        train_seconds: Seconds of training by name of the model, validation included.
+        checkpoint: Path of the weights that were judged.
         title: Heading of the page.
 
     Returns:
@@ -68,6 +70,8 @@ def write_report(
         content["history"] = [dict(entry) for entry in history]
     if train_seconds:
         content["train_seconds"] = dict(train_seconds)
+    if checkpoint is not None:
+        content["checkpoint"] = checkpoint
     written = [write_whole(directory / "report.json", _json(content))]
 
     threat_model = result.threat_model
