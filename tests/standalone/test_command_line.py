@@ -33,7 +33,7 @@ def small_config(tmp_path):
         content = yaml.safe_load((ROOT / "configs" / "quickstart.yaml").read_text())
         content["model"]["init_args"] = {"image_size": 8}
         content["data"]["class_path"] = "robustdist.data.DigitsDataModule"
-        content["trainer"].update(strategy=strategy, max_epochs=2, enable_progress_bar=False)
+        content["trainer"].update(strategy=strategy, max_epochs=2, enable_progress_bar=False, logger=False)
         content["report"].update(report)
         path = tmp_path / "config.yaml"
         path.write_text(yaml.safe_dump(content))
@@ -70,13 +70,18 @@ def test_the_quick_start_of_the_readme(tmp_path):
 
 def test_results_come_back_from_forked_workers_and_evaluate_repeats_them(tmp_path, small_config):
     config = small_config("ddp_fork", dir="out", control=True)
+    as_written = config.read_text()
     done = robustdist("fit", "--config", config, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
+    assert config.read_text() == as_written  # without a logger there is no place to save the parsed one
     fitted = json.loads((tmp_path / "out" / "report.json").read_text())
     assert set(fitted["comparison"]) == {"ordinary training", "adversarial training"}
     assert len(fitted["history"]) == 2
 
-    (checkpoint,) = (tmp_path / "lightning_logs" / "version_1").glob("checkpoints/*.ckpt")
+    # the control's checkpoint lies apart, chosen by the same monitor
+    (checkpoint,) = (tmp_path / "checkpoints").glob("*.ckpt")
+    assert len(list((tmp_path / "out" / "control" / "checkpoints").glob("*.ckpt"))) == 1
+    assert Path(fitted["checkpoint"]) == checkpoint
     # one process instead of two, and another batch size: the verdicts of our own attack are the same
     one = ["--trainer.strategy", "auto", "--trainer.devices", "1", "--data.batch_size", "37"]
     done = robustdist(
