@@ -164,11 +164,8 @@ class RobustCLI(LightningCLI):
             seconds = time.time() - start
             evaluation = self.trainer.judge(report.attacks, str(folder), report.max_samples)
             evaluation.title = f"Control: {self._ORDINARY} of {type(self.model).__name__}"
-            # weights chosen by the same rule as those of the model that it is compared with
-            result = self.trainer.evaluate_with(
-                evaluation, self.model, datamodule=self.datamodule, ckpt_path=self.trainer.best_checkpoint
-            )
-            return result, seconds
+            # the last weights: a monitor of robust accuracy would pick an epoch before the model learnt anything
+            return self.trainer.evaluate_with(evaluation, self.model, datamodule=self.datamodule), seconds
         finally:
             self._trainer_overrides = {}
             for name, value in kept.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +96,11 @@ class RobustTrainer(Trainer):
         kept = list(self.callbacks)
         self.callbacks = [callback for callback in kept if not isinstance(callback, RobustEvaluation)] + [evaluation]
         try:
-            self.test(model, dataloaders=dataloaders, datamodule=datamodule, ckpt_path=ckpt_path, verbose=False)
+            with warnings.catch_warnings():
+                # other callbacks' states are not needed here, and padded samples are not counted
+                warnings.filterwarnings("ignore", message=".*callbacks used to create the checkpoint.*")
+                warnings.filterwarnings("ignore", message=".*Using `DistributedSampler` with the dataloaders.*")
+                self.test(model, dataloaders=dataloaders, datamodule=datamodule, ckpt_path=ckpt_path, verbose=False)
         finally:
             self.callbacks = kept
         if evaluation.result is not None:
