@@ -136,9 +136,6 @@ class AdversarialTraining(Callback):
         self._num_total_steps = None
         self._trainer = trainer
         self._checked = False
-        if trainer.global_step == 0:
-            # a new training; a checkpoint is restored after this
-            self._num_attacks = self._num_steps = 0
         StepInterceptor.of(trainer.strategy).add(self._training_step, self.order)
 
     def _check_combination(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -206,7 +206,11 @@ class Attack(ABC):
 
     @abstractmethod
     def perturb(self, problem: Problem) -> Tensor:
-        """Return adversarial inputs for ``problem``, in its units; the base class projects them once more."""
+        """Return adversarial inputs for ``problem``, in its units; the base class projects them once more.
+
+        An attack that never calls ``problem.gradient`` sets ``problem.followed`` to True where it had something to go
+        by; otherwise its samples are reported as attacked blindly.
+        """
 
     def __call__(self, model: nn.Module, x: Tensor, y: Any, **kwargs: Any) -> Tensor:
         """Return adversarial inputs; shapes and keyword arguments as in ``run``."""

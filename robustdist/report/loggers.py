@@ -25,7 +25,8 @@ def log_figures(
 
     Without matplotlib nothing is drawn: the numbers are in the loggers all the same.
     """
-    writers = [logger.experiment for logger in loggers if hasattr(logger.experiment, "add_figure")]
+    experiments = [getattr(logger, "experiment", None) for logger in loggers]
+    writers = [experiment for experiment in experiments if hasattr(experiment, "add_figure")]
     if not writers or find_spec("matplotlib") is None:
         return
     figures = {f"{prefix}/attacks": plot_attacks({"model": result})}

@@ -16,7 +16,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Sampler, TensorDataset
 
-from robustdist.core.testing import TinyNet
+from robustdist.core.testing import TinyNet, toy_images
 
 #: Exact in binary, like pixels that are multiples of 1/256: then the order of operations cannot show.
 EPS, STEP_SIZE = 1 / 16, 1 / 64
@@ -49,9 +49,29 @@ class Classifier(pl.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=self.lr, momentum=self.momentum)
 
 
+class Quiet(Classifier):
+    """Keeps nothing: torch.compile would specialise on the length of a list."""
+
+    def training_step(self, batch, batch_idx):
+        return F.cross_entropy(self(batch[0]), batch[1])
+
+
 def seeded_net(seed: int = 0, **options: Any) -> TinyNet:
     torch.manual_seed(seed)
     return TinyNet(**options)
+
+
+def trained_net(**options: Any) -> TinyNet:
+    """Return a net that is right on most toy images and robust on some."""
+    net = seeded_net(**options)
+    x, y = toy_images(64, seed=1)
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.01)
+    for _ in range(12):
+        optimizer.zero_grad()
+        F.cross_entropy(net(x), y).backward()
+        optimizer.step()
+    net.zero_grad()
+    return net
 
 
 class Shares(Sampler[int]):
@@ -92,6 +112,7 @@ class Memory(Logger):
 
     name = "memory"
     version = 0
+    experiment = None
 
     def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
         pass

