@@ -25,7 +25,7 @@ def log_figures(
 
     Without matplotlib nothing is drawn: the numbers are in the loggers all the same.
     """
-    experiments = [getattr(logger, "experiment", None) for logger in loggers]
+    experiments: list[Any] = [getattr(logger, "experiment", None) for logger in loggers]
     writers = [experiment for experiment in experiments if hasattr(experiment, "add_figure")]
     if not writers or find_spec("matplotlib") is None:
         return
