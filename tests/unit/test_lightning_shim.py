@@ -13,6 +13,8 @@ import pytest
 from robustdist import _lightning
 from robustdist._lightning import check_same_package
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 
 # A fresh interpreter that imports what needs no Lightning, then forks once per case: torch is imported only once.

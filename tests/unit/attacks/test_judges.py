@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 from robustdist.attacks import PGD, TorchAttack
 
+pytestmark = pytest.mark.slow
+
 EPS = 0.1
 
 

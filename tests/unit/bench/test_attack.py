@@ -19,6 +19,8 @@ from robustdist.bench import bench_attack
 from robustdist.bench.measure import Timing
 from robustdist.errors import UsageError
 
+pytestmark = pytest.mark.slow
+
 STEPS = 2
 TINY = {"rounds": 1, "batch_size": 4, "width": 4, "steps": STEPS, "device": "cpu"}
 OURS = [

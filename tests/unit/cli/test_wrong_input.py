@@ -139,6 +139,7 @@ def test_missing_torchattacks_names_the_extra(command, monkeypatch):
     assert "robustdist[attacks]" in lines[0]
 
 
+@pytest.mark.slow
 def test_module_form_is_the_same_command():
     found = subprocess.run(
         [sys.executable, "-m", "robustdist", "--version"], capture_output=True, text=True, check=True

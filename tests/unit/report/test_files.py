@@ -157,6 +157,7 @@ def test_without_matplotlib_only_the_pictures_are_missing(tmp_path, monkeypatch,
     assert "img" not in dict(Page(paths[-1].read_text("utf-8")).tags)
 
 
+@pytest.mark.slow
 def test_importing_the_package_needs_neither_matplotlib_nor_lightning():
     code = (
         "import sys; import robustdist.report; "
