@@ -93,6 +93,11 @@ class AdversarialTraining(Callback):
     ) -> None:
         if precision not in ("inherit", "bf16", "32"):
             raise UsageError(f"precision={precision!r} is unknown: choose inherit, bf16 or 32")
+        if isinstance(objective, Attack):
+            raise UsageError(f"objective={type(objective).__name__}(...) is an attack: pass it as attack=")
+        for option, schedule in (("eps_schedule", eps_schedule), ("step_size_schedule", step_size_schedule)):
+            if schedule is not None and not isinstance(schedule, Schedule):
+                raise UsageError(f"{option}={schedule!r} is not a schedule: pass LinearRamp(share=0.3), for example")
         for option, value, kind in (("objective", objective, Objective), ("attack", attack, Attack)):
             if value is not None and not isinstance(value, kind):
                 raise UsageError(f"{option}={value!r} is not an instance of robustdist's {kind.__name__}: create one")
@@ -184,8 +189,9 @@ class AdversarialTraining(Callback):
         share = result.no_gradient.float().mean().item() if len(x) else 0.0
         if looks_like_probabilities(logits):
             rank_zero_warn(
-                f"the model returns probabilities, not logits: the attack moved with no gradient on {share:.0%} of the "
-                "images; leave softmax to the loss, or name the part that returns logits with the option forward",
+                "the model returns probabilities, not logits, whose gradient vanishes where the model is sure "
+                f"({share:.0%} of these images now): leave softmax to the loss, or name the part that returns logits "
+                "with the option forward",
                 category=RobustDistWarning,
             )
         elif share > _NO_GRADIENT_SHARE:

@@ -16,6 +16,7 @@ from robustdist._lightning import (
     LightningModule,
     Trainer,
     check_same_package,
+    rank_zero_debug,
     rank_zero_info,
     rank_zero_warn,
 )
@@ -95,6 +96,8 @@ class RobustEvaluation(Callback):
                 raise UsageError(
                     f"attacks[{name!r}] is targeted, but an evaluation knows only true labels: use an untargeted attack"
                 )
+        if report_dir is not None and Path(report_dir).is_file():
+            raise UsageError(f"report_dir={report_dir!r} is a file: choose a folder")
         for option, value in (("every_n_epochs", every_n_epochs), ("max_samples", max_samples)):
             if value is not None and value < 1:
                 raise UsageError(f"{option}={value} must be at least 1")
@@ -120,6 +123,7 @@ class RobustEvaluation(Callback):
         self.title = "Robust evaluation"
         self._tally: RobustTally | None = None
         self._places: dict[int, int] = {}
+        self._stage = ""
         self._warned: set[str] = set()
         self._switched_loop: Any = None
         self._shards: list[Shard] = []
@@ -147,6 +151,7 @@ class RobustEvaluation(Callback):
         with failing_together():
             self._check_combination(trainer, pl_module)
         self._warned, self.result, self.examples = set(), None, None
+        self._stage = "test" if stage == "test" else "validation"
         if stage == "fit":
             self._check_monitors(trainer)
             if trainer.global_step == 0:
@@ -157,7 +162,7 @@ class RobustEvaluation(Callback):
             # a module may cache tensors in forward: made in inference mode they cannot take part in autograd later
             loop.inference_mode = False
             self._switched_loop = loop
-            rank_zero_info("RobustEvaluation: evaluation runs under no_grad instead of inference_mode")
+            rank_zero_debug("RobustEvaluation: evaluation runs under no_grad instead of inference_mode")
 
     def _check_combination(self, trainer: Trainer, pl_module: LightningModule) -> None:
         check_same_package(pl_module)
@@ -183,6 +188,15 @@ class RobustEvaluation(Callback):
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Give the evaluation loop its setting back."""
         self._release()
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Say so if there will be nothing to measure."""
+        if not trainer.enable_validation:
+            rank_zero_warn(
+                "RobustEvaluation measures nothing in fit without validation: give a validation_step, a val_dataloader "
+                "and limit_val_batches > 0",
+                category=RobustDistWarning,
+            )
 
     def on_validation_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin to count, if this epoch is evaluated."""
@@ -357,8 +371,8 @@ class RobustEvaluation(Callback):
                 self._warn_once(
                     name,
                     f"robust accuracy is not to be trusted: {check.detail}"
-                    + ("" if name == "gradient" else f" ({self.result.checks['gradient'].detail})")
-                    + "; let the model return logits (option forward) or attack with attack_loss='margin'",
+                    + ("" if name == "gradient" else f" instead of logits; {self.result.checks['gradient'].detail}")
+                    + ". Let the model return logits (option forward) or attack with attack_loss='margin'",
                 )
         self._log(pl_module, self.result)
 
@@ -395,6 +409,9 @@ class RobustEvaluation(Callback):
             step = trainer.global_step
             log_figures(trainer.loggers, self.history, self.examples, self.result, step, prefix=self.prefix)
         if self.report_dir is not None:
+            about = {"model": type(trainer.lightning_module).__name__, "stage": self._stage}
+            if self.checkpoint is not None:
+                about["checkpoint"] = self.checkpoint
             comparison = {**self.comparison, self.label: self.result} if self.comparison else {}
             write_report(
                 Path(self.report_dir),
@@ -403,7 +420,7 @@ class RobustEvaluation(Callback):
                 examples=self.examples,
                 comparison=comparison,
                 train_seconds=self.train_seconds,
-                checkpoint=self.checkpoint,
+                about=about,
                 title=self.title,
             )
             rank_zero_info(f"robust evaluation: {Path(self.report_dir) / 'report.html'}")

@@ -15,6 +15,7 @@ from robustdist.errors import UsageError
 __all__ = [
     "PACKAGE",
     "Callback",
+    "EarlyStopping",
     "LightningArgumentParser",
     "LightningCLI",
     "LightningDataModule",
@@ -23,6 +24,7 @@ __all__ = [
     "SaveConfigCallback",
     "Trainer",
     "check_same_package",
+    "rank_zero_debug",
     "rank_zero_info",
     "rank_zero_only",
     "rank_zero_warn",
@@ -34,9 +36,9 @@ PACKAGE = "pytorch_lightning" if _FOLLOW_OTHER else "lightning.pytorch"
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
-    from lightning.pytorch.callbacks import ModelCheckpoint
+    from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
     from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
-    from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
+    from lightning_utilities.core.rank_zero import rank_zero_debug, rank_zero_info, rank_zero_only, rank_zero_warn
 else:
     _root = importlib.import_module(PACKAGE)
     _rank_zero = importlib.import_module(f"{PACKAGE}.utilities.rank_zero")
@@ -44,12 +46,15 @@ else:
     Callback = _root.Callback
     LightningArgumentParser = _cli.LightningArgumentParser
     LightningCLI = _cli.LightningCLI
-    ModelCheckpoint = importlib.import_module(f"{PACKAGE}.callbacks").ModelCheckpoint
+    _callbacks = importlib.import_module(f"{PACKAGE}.callbacks")
+    EarlyStopping = _callbacks.EarlyStopping
+    ModelCheckpoint = _callbacks.ModelCheckpoint
     SaveConfigCallback = _cli.SaveConfigCallback
     LightningDataModule = _root.LightningDataModule
     LightningModule = _root.LightningModule
     Trainer = _root.Trainer
     seed_everything = _root.seed_everything
+    rank_zero_debug = _rank_zero.rank_zero_debug
     rank_zero_info = _rank_zero.rank_zero_info
     rank_zero_only = _rank_zero.rank_zero_only
     rank_zero_warn = _rank_zero.rank_zero_warn

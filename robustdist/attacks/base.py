@@ -247,6 +247,10 @@ class Attack(ABC):
         Raises:
             UsageError: If ``x`` is not floating point or leaves ``bounds``, or ``y`` does not fit ``attack_loss``.
         """
+        if not isinstance(model, nn.Module):
+            raise UsageError(
+                f"model is a {type(model).__name__}: pass the module, and a function of the input as forward="
+            )
         if not x.is_floating_point():
             raise UsageError(f"the input has dtype {x.dtype}: attacks need floating-point inputs, convert them first")
         if sample_ids is not None and len(sample_ids) != len(x):
@@ -365,10 +369,12 @@ class Attack(ABC):
         # a white pixel normalised in bfloat16 comes back as 1.002
         slack = max(_BOUNDS_TOLERANCE, torch.finfo(x.dtype).eps) * span
         if not (low >= self.bounds[0] - slack and high <= self.bounds[1] + slack):
-            raise UsageError(
-                f"the images span [{low:.4g}, {high:.4g}] but bounds={tuple(self.bounds)}: scale them, set bounds, "
-                "or give mean and std if they are normalised"
+            remedy = (
+                "scale them, set bounds, or give mean and std if they are normalised"
+                if self.mean is None
+                else f"mean={self.mean} and std={self.std} do not undo what the loader did, correct them"
             )
+            raise UsageError(f"the images span [{low:.4g}, {high:.4g}] but bounds={tuple(self.bounds)}: {remedy}")
         size = pixels[0].numel()
         diameter = span * {"linf": 1.0, "l2": size**0.5, "l1": float(size)}[self.norm]
         if self.eps > diameter:

@@ -12,6 +12,7 @@ from typing import Any
 from rich.console import Console
 
 from robustdist._lightning import (
+    EarlyStopping,
     LightningArgumentParser,
     LightningCLI,
     LightningDataModule,
@@ -23,9 +24,11 @@ from robustdist._lightning import (
 )
 from robustdist.attacks.base import Attack
 from robustdist.callbacks import AdversarialTraining, RobustEvaluation
+from robustdist.cli.stopwatch import Stopwatch
 from robustdist.cli.trainer import RobustTrainer, check_checkpoint
 from robustdist.core.guard import forked_rng
 from robustdist.core.rng import derive_seed
+from robustdist.errors import UsageError
 from robustdist.report import EvaluationResult, comparison_table, evaluation_table
 
 __all__ = ["ReportOptions", "RobustCLI", "run_lightning_cli"]
@@ -83,6 +86,16 @@ class RobustCLI(LightningCLI):
         report = self._report_options()
         if report is None:
             return
+        if Path(report.dir).is_file():
+            raise UsageError(f"report.dir={report.dir!r} is a file: choose a folder")
+        if report.control and not any(isinstance(c, AdversarialTraining) for c in self.trainer.callbacks):
+            raise UsageError(
+                "report.control compares with AdversarialTraining, which is not among trainer.callbacks: "
+                "add configs/attack/pgd.yaml after your own config, or set report.control=false"
+            )
+        if report.attacks is None and not self._evaluations():
+            raise UsageError("report has no attacks: give report.attacks, or configure a RobustEvaluation callback")
+        self.trainer.callbacks.append(Stopwatch())
         for callback in self._evaluations():
             if callback.report_dir is None:
                 callback.report_dir = report.dir  # for the curves of training
@@ -100,7 +113,7 @@ class RobustCLI(LightningCLI):
         report = self._report_options()
         if report is None:
             return
-        seconds = {self._ADVERSARIAL: time.time() - self._started}
+        seconds = {self._ADVERSARIAL: Stopwatch.read(self.trainer)}
         evaluation = self.trainer.judge(report.attacks, report.dir, report.max_samples)
         evaluation.history = self._history(Path(report.dir) / "report.json")
         if self._control is not None:
@@ -155,13 +168,14 @@ class RobustCLI(LightningCLI):
             self._trainer_overrides = {"logger": False, "default_root_dir": str(folder)}
             self._set_seed()
             self.instantiate_classes()
-            self.trainer.callbacks = [c for c in self.trainer.callbacks if not isinstance(c, AdversarialTraining)]
+            # early stopping would end the control before it has learnt anything, if it watches robust accuracy
+            left_out = (AdversarialTraining, EarlyStopping)
+            self.trainer.callbacks = [c for c in self.trainer.callbacks if not isinstance(c, left_out)] + [Stopwatch()]
             for callback in self.trainer.checkpoint_callbacks:
                 if isinstance(callback, ModelCheckpoint):
                     callback.dirpath = str(folder / "checkpoints")
-            start = time.time()
             self.trainer.fit(self.model, datamodule=self.datamodule)
-            seconds = time.time() - start
+            seconds = Stopwatch.read(self.trainer)
             evaluation = self.trainer.judge(report.attacks, str(folder), report.max_samples)
             evaluation.title = f"Control: {self._ORDINARY} of {type(self.model).__name__}"
             # the last weights: a monitor of robust accuracy would pick an epoch before the model learnt anything
@@ -200,6 +214,7 @@ class _SaveConfig(SaveConfigCallback):
 def run_lightning_cli(args: Sequence[str] | None, description: str) -> None:
     """Parse ``args`` and run the verb in it."""
     quiet = {"exit_on_error": False}
+    main = {"prog": "robustdist", "description": description, **quiet}
     RobustCLI(
         LightningModule,
         LightningDataModule,
@@ -208,6 +223,6 @@ def run_lightning_cli(args: Sequence[str] | None, description: str) -> None:
         subclass_mode_model=True,
         subclass_mode_data=True,
         save_config_kwargs={"overwrite": True},
-        parser_kwargs={"description": description, **quiet, **{verb: dict(quiet) for verb in RobustCLI.subcommands()}},
+        parser_kwargs={**main, **{verb: dict(quiet) for verb in RobustCLI.subcommands()}},
         args=None if args is None else list(args),
     )

@@ -17,7 +17,7 @@ __all__ = ["RobustTrainer"]
 
 
 class RobustTrainer(Trainer):
-    """The Trainer, extended by :meth:`evaluate`; everything else is Lightning's."""
+    """The Trainer, extended by the verb evaluate; everything else is Lightning's."""
 
     callbacks: list[Callback]
 
@@ -37,7 +37,7 @@ class RobustTrainer(Trainer):
             model: The module to evaluate.
             dataloaders: Loaders of the test data, if there is no datamodule.
             datamodule: Data module with a test loader.
-            ckpt_path: Checkpoint to load; "best" or "last" as in ``test``; None for the weights as they are.
+            ckpt_path: Checkpoint to load; None for the weights as they are.
             attacks: Attacks by name; default those of the configured RobustEvaluation.
             report_dir: Folder for report.json, report.html and the pictures.
             max_samples: Evaluate only the first samples; None for all.
@@ -49,6 +49,8 @@ class RobustTrainer(Trainer):
             UsageError: If there are no attacks, or the checkpoint does not exist.
         """
         check_checkpoint(ckpt_path)
+        if ckpt_path == "best" and self.best_checkpoint is None:
+            raise UsageError("ckpt_path='best' is known only to the run that saved it: give the path of the checkpoint")
         if ckpt_path is None:
             rank_zero_warn(
                 "evaluate without ckpt_path judges the weights that the module has from its constructor",
@@ -72,7 +74,7 @@ class RobustTrainer(Trainer):
         if attacks is None:
             attacks = {name: attack for callback in configured for name, attack in callback.attacks.items()}
         if not attacks:
-            raise UsageError("evaluate has no attacks: give --attacks, or configure a RobustEvaluation callback")
+            raise UsageError("there are no attacks to evaluate: give attacks, or configure a RobustEvaluation callback")
         evaluation = RobustEvaluation(attacks=attacks, report_dir=report_dir, max_samples=max_samples)
         if configured:
             evaluation.adapter, evaluation.forward = configured[0].adapter, configured[0].forward

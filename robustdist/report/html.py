@@ -83,6 +83,7 @@ def render_html(
     comparison: Mapping[str, EvaluationResult] = MappingProxyType({}),
     train_seconds: Mapping[str, float] = MappingProxyType({}),
     images: Mapping[str, bytes] = MappingProxyType({}),
+    about: Mapping[str, str] = MappingProxyType({}),
 ) -> str:
     """Return a whole HTML page; it follows the reader's light or dark mode and fits a phone.
 
@@ -92,10 +93,12 @@ def render_html(
         comparison: Evaluations by name of the model, one row each; without any the table is left out.
         train_seconds: Seconds of training by name of the model.
         images: PNG files by caption, in order.
+        about: What was judged, by kind: "model", "stage", "checkpoint".
     """
     parts = [
         f"<h1>{escape(title)}</h1>",
         _headline(result),
+        _about(about),
         _comparison(comparison, train_seconds, result),
         _attacks(result),
         _checks(result),
@@ -109,6 +112,11 @@ def render_html(
         + "\n".join(filter(None, parts))
         + "\n</main>\n</body>\n</html>\n"
     )
+
+
+def _about(about: Mapping[str, str]) -> str:
+    judged = ", ".join(f"{escape(kind)} {escape(name)}" for kind, name in about.items())
+    return f"<p>Judged: {judged}.</p>" if judged else ""
 
 
 def _headline(result: EvaluationResult) -> str:

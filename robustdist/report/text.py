@@ -21,7 +21,9 @@ __all__ = [
 ]
 
 # Settings that tell one attack from another at a glance, in this order; the rest is in report.json.
-_SHORT = ("eps", "steps", "restarts", "n_queries", "queries", "version")
+_SHORT = ("norm", "eps", "steps", "restarts", "n_queries", "attack_loss", "model_mode")
+# Values that go without saying.
+_USUAL = {"norm": "linf", "restarts": 1, "attack_loss": "ce", "model_mode": "eval"}
 _RADII = ("eps", "step_size", "alpha")
 _NORM_WORDS = {
     "linf": "each pixel may change by at most {eps} (linf)",
@@ -122,7 +124,7 @@ def short_settings(settings: Mapping[str, Any]) -> str:
     parts = [] if kind is None else [str(kind)]
     for name in _SHORT:
         value = settings.get(name)
-        if value is not None and not (name == "restarts" and value == 1):
+        if value is not None and value != _USUAL.get(name):
             parts.append(f"{name}={setting_text(name, value)}")
     if settings.get("targeted"):
         parts.append("targeted")

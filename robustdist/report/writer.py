@@ -32,7 +32,7 @@ def write_report(
     examples: Examples | None = None,
     comparison: Mapping[str, EvaluationResult] = MappingProxyType({}),
     train_seconds: Mapping[str, float] = MappingProxyType({}),
-    checkpoint: str | None = None,
+    about: Mapping[str, str] = MappingProxyType({}),
     title: str = "Robust evaluation",
 ) -> list[Path]:
     """Write ``report.json``, ``report.html`` and the pictures that the arguments allow for.
@@ -46,8 +46,8 @@ def write_report(
         history: Evaluated epochs as :func:`plot_curves` takes them; drawn in ``curves.png``.
         examples: A few samples, drawn in ``examples.png`` if they are images of 1 or 3 channels.
         comparison: Evaluations by name of the model, all rows of the comparison; drawn in ``attacks.png``.
-        train_seconds: Seconds of training by name of the model, validation included.
-        checkpoint: Path of the weights that were judged.
+        train_seconds: Seconds of training by name of the model.
+        about: What was judged: "model", "stage" and "checkpoint", as far as known.
         title: Heading of the page.
 
     Returns:
@@ -70,20 +70,19 @@ def write_report(
         content["history"] = [dict(entry) for entry in history]
     if train_seconds:
         content["train_seconds"] = dict(train_seconds)
-    if checkpoint is not None:
-        content["checkpoint"] = checkpoint
+    content.update(about)
     written = [write_whole(directory / "report.json", _json(content))]
 
     threat_model = result.threat_model
     eps, bounds = threat_model.get("eps"), threat_model.get("bounds")
     pictures: dict[str, tuple[str, Callable[[], Figure]]] = {}
     if history:
-        pictures["curves.png"] = ("Accuracy by epoch", lambda: plot_curves(history))
+        pictures["curves.png"] = ("Validation accuracy by epoch", lambda: plot_curves(history))
     pictures["attacks.png"] = ("Accuracy by attack", lambda: plot_attacks(comparison or {title: result}))
     if examples is not None and is_drawable(examples):
         radius = float(eps) if isinstance(eps, (int, float)) else 0.0
         pictures["examples.png"] = (
-            "Samples before and after the attack",
+            "Samples before and after the attack that fooled the model, or the first of all",
             lambda: plot_examples(examples, radius, bounds=bounds),
         )
     images = {}
@@ -94,7 +93,7 @@ def write_report(
     except UsageError as error:
         warnings.warn(f"the report in {directory} lacks its pictures: {error}", RobustDistWarning, stacklevel=2)
 
-    page = render_html(title, result, comparison=comparison, train_seconds=train_seconds, images=images)
+    page = render_html(title, result, comparison=comparison, train_seconds=train_seconds, images=images, about=about)
     written.append(write_whole(directory / "report.html", page.encode("utf-8", "xmlcharrefreplace")))
     return written
 

@@ -77,6 +77,11 @@ def test_results_come_back_from_forked_workers_and_evaluate_repeats_them(tmp_pat
     fitted = json.loads((tmp_path / "out" / "report.json").read_text())
     assert set(fitted["comparison"]) == {"ordinary training", "adversarial training"}
     assert len(fitted["history"]) == 2
+    assert fitted["stage"] == "test"
+    assert fitted["model"] == "SmallConvNet"
+    # the ordinary epochs are the cheaper ones: starting processes and validation are not counted
+    ordinary, adversarial = (fitted["train_seconds"][name] for name in ("ordinary training", "adversarial training"))
+    assert 0 < ordinary < adversarial
 
     # the control's checkpoint lies apart, chosen by the same monitor
     (checkpoint,) = (tmp_path / "checkpoints").glob("*.ckpt")

@@ -55,6 +55,13 @@ WRONG = {
     "strategy as a list": (("trainer",), {"strategy": ["ddp"]}, ["trainer.strategy", "str", "['ddp']"]),
     "no number of epochs": (("trainer",), {"max_epochs": "many"}, ["trainer.max_epochs", "int", "many"]),
     "unknown report option": (("report",), {"dirr": "x"}, ["'dirr'", "'dir'"]),
+    "control of nothing": (
+        ("trainer",),
+        {"callbacks": [{"class_path": "robustdist.callbacks.RobustEvaluation"}]},
+        ["report.control", "AdversarialTraining", "configs/attack/pgd.yaml"],
+    ),
+    "report into a file": (("report",), {"dir": str(QUICKSTART)}, ["report.dir", "is a file"]),
+    "number for a schedule": (TRAINING, {"eps_schedule": 0.3}, ["eps_schedule", "0.3"]),
     "same fragment twice": (
         ("trainer",),
         {"callbacks": [{"class_path": "robustdist.callbacks.RobustEvaluation"}] * 2},
