@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from robustdist._lightning import Callback, LightningModule, Trainer, check_same_package, rank_zero_warn
-from robustdist.attacks.base import Attack
+from robustdist.attacks.base import Attack, Problem
 from robustdist.attacks.pgd import PGD
 from robustdist.attacks.schedules import Schedule
 from robustdist.core.batch import BatchAdapter
@@ -20,6 +20,7 @@ from robustdist.core.forward import (
     Forward,
     as_logits,
     bind_forward,
+    captured_logits,
     guarded_logits,
     looks_like_probabilities,
     precision_context,
@@ -28,6 +29,7 @@ from robustdist.core.layout import channels_last_weights
 from robustdist.core.muted import StepMuter
 from robustdist.core.ranks import failing_together
 from robustdist.core.redirect import StepInterceptor, check_step_can_be_intercepted
+from robustdist.core.rng import Noise
 from robustdist.errors import RobustDistWarning, UsageError
 from robustdist.objectives.base import Objective, ObjectiveContext
 from robustdist.objectives.pgd_at import PGDAT
@@ -105,6 +107,7 @@ class AdversarialTraining(Callback):
         self.attack = attack if attack is not None else PGD()
         if attack_loss is not None:
             self.attack = self.attack.with_loss(attack_loss)
+        self.attack = self.objective.adapt(self.attack)
         if self.attack.targeted:
             raise UsageError("attack has targeted=True, but training has no target classes: use an untargeted attack")
         self.adapter = BatchAdapter(input_key, target_key)
@@ -184,8 +187,9 @@ class AdversarialTraining(Callback):
         x, y, *_ = self.adapter.locate(batch)
         forward = bind_forward(pl_module, self.forward, batch)
         with trainer.precision_plugin.train_step_context(), precision_context(self.precision, x.device):
-            result = self.attack.run(pl_module, x, y, forward=forward, rank=trainer.global_rank)
             logits = guarded_logits(pl_module, forward, x, self.attack.model_mode)
+            targets = logits if self.objective.attacks_predictions else y
+            result = self.attack.run(pl_module, x, targets, forward=forward, rank=trainer.global_rank)
         share = result.no_gradient.float().mean().item() if len(x) else 0.0
         if looks_like_probabilities(logits):
             rank_zero_warn(
@@ -200,6 +204,10 @@ class AdversarialTraining(Callback):
                 "(huge logits or a part without gradient); try attack_loss='margin'",
                 category=RobustDistWarning,
             )
+
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Let the objective undo what it did to the module for the sake of the graph."""
+        self.objective.after_backward()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -268,12 +276,29 @@ class AdversarialTraining(Callback):
             return _loss_of(outputs[-1])
 
         forward = bind_forward(module, self.forward, batch)
+
+        def loss_and_logits(inputs: Tensor) -> tuple[Tensor | None, Tensor]:
+            with captured_logits(module, self.forward, inputs) as seen:
+                value = loss(inputs)
+            # a step that augments, or calls another part, shows no logits of these inputs
+            return value, seen[0] if seen else as_logits(forward(inputs))
+
+        def problem() -> Problem:
+            settings = self._call_settings(trainer, len(x))
+            noise = Noise(self.attack.seed, settings.pop("rank"), settings.pop("step"))
+            return self.attack.problem(forward, x, y, noise, **settings)
+
         context = ObjectiveContext(
             x=x,
             y=y,
             attack=lambda x, y: self._perturb(trainer, module, forward, x, y),
             loss=loss,
             logits=lambda inputs: as_logits(forward(inputs)),
+            loss_and_logits=loss_and_logits,
+            reference=lambda inputs: guarded_logits(module, forward, inputs, self.attack.model_mode),
+            problem=problem,
+            from_pixels=lambda pixels: self.attack.from_pixels(pixels, x),
+            named_parameters=module.named_parameters,
         )
         total = self.objective.compute(context)
         self._logs.update(context.logs)
@@ -283,24 +308,23 @@ class AdversarialTraining(Callback):
     def _perturb(
         self, trainer: Trainer, module: LightningModule, forward: Callable[[Tensor], Any], x: Tensor, y: Any
     ) -> Tensor:
+        settings = self._call_settings(trainer, len(x))
+        with precision_context(self.precision, x.device):
+            return self.attack(module, x, y, forward=forward, **settings)
+
+    def _call_settings(self, trainer: Trainer, batch_size: int) -> dict[str, Any]:
         eps_scale, step_scale = self.scales()
         self._logs["eps"] = self.attack.eps * eps_scale
         self._num_attacks += 1
         scaler = getattr(trainer.precision_plugin, "scaler", None)
-        # the scale keeps the gradient of a mean over the batch in range, the attack sums
-        loss_scale = float(scaler.get_scale()) / max(1, len(x)) if scaler is not None else 1.0
-        with precision_context(self.precision, x.device):
-            return self.attack(
-                module,
-                x,
-                y,
-                forward=forward,
-                rank=trainer.global_rank,
-                step=self._num_attacks,
-                eps_scale=eps_scale,
-                step_scale=step_scale,
-                loss_scale=loss_scale,
-            )
+        return {
+            "rank": trainer.global_rank,
+            "step": self._num_attacks,
+            "eps_scale": eps_scale,
+            "step_scale": step_scale,
+            # the scale keeps the gradient of a mean over the batch in range, the attack sums
+            "loss_scale": float(scaler.get_scale()) / max(1, batch_size) if scaler is not None else 1.0,
+        }
 
     def _count_step(self, optimizer: Any, *_: Any) -> None:
         # fused optimisers are called in any case and skip the update themselves
@@ -310,6 +334,7 @@ class AdversarialTraining(Callback):
 
     def _release(self, trainer: Trainer) -> None:
         StepInterceptor.of(trainer.strategy).remove(self._training_step)
+        self.objective.after_backward()
         if self._step_counter is not None:
             self._step_counter.remove()
             self._step_counter = None

@@ -3,6 +3,7 @@
 from robustdist.attacks.base import Attack, AttackResult, Problem
 from robustdist.attacks.fgsm import FGSM
 from robustdist.attacks.mifgsm import MIFGSM
+from robustdist.attacks.noise_fgsm import NoiseFGSM
 from robustdist.attacks.pgd import PGD
 from robustdist.attacks.schedules import LinearRamp, Piecewise, Schedule
 from robustdist.attacks.torch_attack import TorchAttack
@@ -14,6 +15,7 @@ __all__ = [
     "Attack",
     "AttackResult",
     "LinearRamp",
+    "NoiseFGSM",
     "Piecewise",
     "Problem",
     "Schedule",

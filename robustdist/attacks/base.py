@@ -259,24 +259,49 @@ class Attack(ABC):
         with pure(model, self.model_mode, x.device, derive_seed(self.seed, "model", rank, step)):
             # clone: a tensor made in inference mode cannot take part in autograd
             x_input = x.detach().clone()
-            y = ordinary_tensors(y)
-            pixels = self.check_inputs(x_input)
-            problem = Problem(
-                x=pixels,
-                y=y,
-                logits=self._pixel_logits(model if forward is None else forward, x_input, pixels),
-                loss=self._loss(),
-                norm=self.norm,
-                eps=self.eps * eps_scale,
-                step_size=self.step_size * step_scale,
-                bounds=self.bounds,
-                noise=noise,
+            problem = self.problem(
+                model if forward is None else forward,
+                x_input,
+                ordinary_tensors(y),
+                noise,
+                eps_scale=eps_scale,
+                step_scale=step_scale,
                 loss_scale=loss_scale,
             )
             if (self._has_eps and problem.eps == 0) or len(x) == 0:
                 return AttackResult(x_input, torch.zeros(len(x), dtype=torch.bool, device=x.device))
             x_adv = self._finish(self.perturb(problem).detach(), problem)
-            return AttackResult(self._to_input(x_adv, pixels, x_input), ~problem.followed)
+            return AttackResult(self._to_input(x_adv, problem.x, x_input), ~problem.followed)
+
+    def problem(
+        self,
+        forward: Callable[[Tensor], Any],
+        x: Tensor,
+        y: Any,
+        noise: Noise,
+        *,
+        eps_scale: float = 1.0,
+        step_scale: float = 1.0,
+        loss_scale: float = 1.0,
+    ) -> Problem:
+        """Return one attack call in pixel units; arguments as in :meth:`run`.
+
+        Raises:
+            UsageError: If ``x`` leaves ``bounds``.
+        """
+        pixels = self.check_inputs(x)
+        return Problem(
+            x=pixels,
+            y=y,
+            logits=self._pixel_logits(forward, x, pixels),
+            loss=self._loss(),
+            norm=self.norm,
+            eps=self.eps * eps_scale,
+            step_size=self.step_size * step_scale,
+            bounds=self.bounds,
+            noise=noise,
+            loss_scale=loss_scale,
+        )
 
     def with_loss(self, attack_loss: Literal["ce", "margin"] | AttackLoss) -> Attack:
         """Return a copy of the attack that increases another loss.
@@ -286,6 +311,15 @@ class Attack(ABC):
         """
         changed = copy.copy(self)
         changed.attack_loss = _checked_loss(attack_loss)
+        return changed
+
+    def variant(self, **changes: Any) -> Attack:
+        """Return a copy with other values of existing attributes, as objectives make their own inner problem."""
+        changed = copy.copy(self)
+        for name, value in changes.items():
+            if not hasattr(self, name):
+                raise UsageError(f"{type(self).__name__} has no {name}, which this objective needs to set: use PGD")
+            setattr(changed, name, value)
         return changed
 
     @property
@@ -380,6 +414,10 @@ class Attack(ABC):
         if self.eps > diameter:
             raise UsageError(f"eps={self.eps:g} exceeds the {self.norm} diameter {diameter:g} of the images: reduce it")
         return pixels
+
+    def from_pixels(self, pixels: Tensor, like: Tensor) -> Tensor:
+        """Return ``pixels`` in the units and dtype of the inputs ``like``, differentiably."""
+        return _from_pixels(pixels, self._statistics(pixels)).to(like.dtype)
 
     def _to_input(self, x_adv: Tensor, pixels: Tensor, x: Tensor) -> Tensor:
         result = _from_pixels(x_adv, self._statistics(pixels)).to(x.dtype)

@@ -28,6 +28,8 @@ class PGD(Attack):
         step_size: Length of a step; default ``2.5 * eps / steps``.
         random_start: Start from a random point of the ball instead of from ``x``.
         restarts: Number of runs from different starts, at least 1; more than one needs ``random_start``.
+        start_std: If given, a random start adds normal noise of this standard deviation in pixel units to ``x`` in
+            the place of a uniform draw from the ball.
         **kwargs: As in :class:`~robustdist.attacks.base.Attack`.
 
     Raises:
@@ -53,6 +55,7 @@ class PGD(Attack):
         step_size: Number | None = None,
         random_start: bool = True,
         restarts: int = 1,
+        start_std: float | None = None,
         **kwargs: Any,
     ) -> None:
         check_count(steps, "steps")
@@ -65,6 +68,7 @@ class PGD(Attack):
         self.steps = steps
         self.random_start = random_start
         self.restarts = restarts
+        self.start_std = start_std
 
     def perturb(self, problem: Problem) -> Tensor:
         """Run ``restarts`` times and keep the best result per sample."""
@@ -83,7 +87,9 @@ class PGD(Attack):
 
     def _descend(self, problem: Problem, restart: int) -> Tensor:
         x_adv = problem.x
-        if self.random_start:
+        if self.random_start and self.start_std is not None:
+            x_adv = problem.project(x_adv + self.start_std * problem.noise.normal(x_adv, "start", restart))
+        elif self.random_start:
             x_adv = random_start(x_adv, problem.eps, problem.norm, problem.bounds, problem.noise, restart)
         for _ in range(self.steps):
             grad = problem.gradient(x_adv)

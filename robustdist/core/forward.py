@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -17,6 +17,7 @@ __all__ = [
     "Forward",
     "as_logits",
     "bind_forward",
+    "captured_logits",
     "guarded_logits",
     "looks_like_probabilities",
     "precision_context",
@@ -69,6 +70,30 @@ def as_logits(output: Any) -> Tensor:
             "name a sub-module that returns them with the option forward, or pass a function forward(module, x, batch)"
         )
     return found
+
+
+@contextmanager
+def captured_logits(module: nn.Module, forward: Forward, x: Tensor) -> Iterator[list[Tensor]]:
+    """Collect the logits that the named part of ``module`` returns for exactly the tensor ``x`` inside the context.
+
+    A call on another tensor, an augmented one say, is not collected, nor one without a graph; neither is a function
+    given as ``forward``.
+    """
+    seen: list[Tensor] = []
+    if callable(forward) and not isinstance(forward, nn.Module):
+        yield seen
+        return
+
+    def keep(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        if args and args[0] is x and torch.is_grad_enabled():
+            seen.append(as_logits(output))
+
+    part = module if forward is None else module.get_submodule(str(forward))
+    handle = part.register_forward_hook(keep)
+    try:
+        yield seen
+    finally:
+        handle.remove()
 
 
 def guarded_logits(

@@ -123,7 +123,7 @@ def check_step_can_be_intercepted(strategy: Any, module: Any, *, needs_second_pa
     Args:
         strategy: The trainer's strategy.
         module: The user's LightningModule.
-        needs_second_pass: Whether the step runs more than once per batch.
+        needs_second_pass: Whether more than one run of the step makes up the loss.
         option: The option to name in messages, for example "AdversarialTraining(objective=DAT)".
 
     Raises:
@@ -137,6 +137,6 @@ def check_step_can_be_intercepted(strategy: Any, module: Any, *, needs_second_pa
         )
     if needs_second_pass and not module.automatic_optimization:
         raise UsageError(
-            f"{option} runs the step twice per batch, which manual optimisation does not allow: "
+            f"{option} needs more than the step's one pass per batch, which manual optimisation does not allow: "
             "use an objective with one pass (PGDAT), or automatic_optimization=True"
         )

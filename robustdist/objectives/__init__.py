@@ -1,7 +1,26 @@
 """Objectives: the outer loss of adversarial training, with or without a Trainer."""
 
+from robustdist.objectives.awp import AWP
 from robustdist.objectives.base import Objective, ObjectiveContext
 from robustdist.objectives.dat import DAT
+from robustdist.objectives.fast_bat import FastBAT
+from robustdist.objectives.fgsm_rs import FGSMRS
+from robustdist.objectives.grad_align import GradAlign
+from robustdist.objectives.mart import MART
+from robustdist.objectives.n_fgsm import NFGSM
 from robustdist.objectives.pgd_at import PGDAT
+from robustdist.objectives.trades import TRADES
 
-__all__ = ["DAT", "PGDAT", "Objective", "ObjectiveContext"]
+__all__ = [
+    "AWP",
+    "DAT",
+    "FGSMRS",
+    "MART",
+    "NFGSM",
+    "PGDAT",
+    "TRADES",
+    "FastBAT",
+    "GradAlign",
+    "Objective",
+    "ObjectiveContext",
+]

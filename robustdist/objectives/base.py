@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from robustdist.attacks.base import Attack
-from robustdist.core.forward import as_logits
+from robustdist.attacks.base import Attack, Problem
+from robustdist.core.forward import as_logits, guarded_logits
+from robustdist.core.rng import Noise
 
 __all__ = ["Objective", "ObjectiveContext"]
 
@@ -28,6 +29,12 @@ class ObjectiveContext:
         loss: Maps inputs to the ordinary training loss, a scalar with a graph. The first call of a step is the one
             whose logs and metrics the user sees; later ones leave none.
         logits: Maps inputs to logits, with a graph.
+        loss_and_logits: Both at once, from one forward pass where the module's step allows it.
+        reference: Maps inputs to logits without a graph, from the model as the attack sees it.
+        problem: Returns the inner problem in pixel units, with logits that keep their graph, for objectives that
+            differentiate through it; called once per batch, its noise is that of the attack.
+        from_pixels: Maps pixel inputs back to the units of ``x``, differentiably.
+        named_parameters: Names and parameters of the module.
         logs: Scalars that the objective wants logged under ``robust/``.
     """
 
@@ -36,17 +43,33 @@ class ObjectiveContext:
     attack: Callable[[Tensor, Any], Tensor]
     loss: Callable[[Tensor], Tensor | None]
     logits: Callable[[Tensor], Tensor]
+    loss_and_logits: Callable[[Tensor], tuple[Tensor | None, Tensor]]
+    reference: Callable[[Tensor], Tensor]
+    problem: Callable[[], Problem]
+    from_pixels: Callable[[Tensor], Tensor]
+    named_parameters: Callable[[], Iterator[tuple[str, nn.Parameter]]]
     logs: dict[str, Tensor] = field(default_factory=dict)
 
 
 class Objective(ABC):
     """Base of all objectives: the outer loss of adversarial training.
 
-    Without a Trainer: ``loss = objective(model, x, y, attack=attack)``, a scalar with a graph.
+    Without a Trainer: ``loss = objective(model, x, y, attack=attack)``, a scalar with a graph, then
+    ``loss.backward()`` and ``objective.after_backward()``.
     """
 
-    #: Whether the ordinary loss is evaluated more than once per batch; manual optimisation cannot do that.
+    #: Whether the loss is more than one evaluation of the ordinary one; manual optimisation cannot have that.
     needs_second_pass = False
+    #: Whether the inner problem takes the model's own logits on the clean inputs (``reference``) in place of targets.
+    attacks_predictions = False
+
+    def adapt(self, attack: Attack) -> Attack:
+        """Return the inner maximiser of this objective, made from the user's attack; by default that attack."""
+        return attack
+
+    def after_backward(self) -> None:
+        """Undo what the loss's graph needed until its backward pass; called after every backward pass."""
+        return
 
     @abstractmethod
     def compute(self, context: ObjectiveContext) -> Tensor | None:
@@ -74,12 +97,23 @@ class Objective(ABC):
             rank: Global rank, part of the attack's random key.
             step: Number of this call, part of the attack's random key.
         """
+        inner = self.adapt(attack)
+
+        def loss_and_logits(inputs: Tensor) -> tuple[Tensor, Tensor]:
+            logits = as_logits(model(inputs))
+            return loss_fn(logits, y), logits
+
         context = ObjectiveContext(
             x=x,
             y=y,
-            attack=lambda x, y: attack(model, x, y, rank=rank, step=step),
-            loss=lambda x: loss_fn(as_logits(model(x)), y),
+            attack=lambda x, y: inner(model, x, y, rank=rank, step=step),
+            loss=lambda x: loss_and_logits(x)[0],
             logits=lambda x: as_logits(model(x)),
+            loss_and_logits=loss_and_logits,
+            reference=lambda x: guarded_logits(model, model, x, inner.model_mode),
+            problem=lambda: inner.problem(model, x, y, Noise(inner.seed, rank, step)),
+            from_pixels=lambda pixels: inner.from_pixels(pixels, x),
+            named_parameters=model.named_parameters,
         )
         loss = self.compute(context)
         assert loss is not None  # only a user's training_step can skip a batch

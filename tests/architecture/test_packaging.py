@@ -31,15 +31,18 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PUBLIC = {
     "robustdist": ["RobustDistWarning", "UsageError", "__version__"],
     "robustdist.attacks": [
-        "FGSM", "MIFGSM", "PGD", "Attack", "AttackResult", "LinearRamp", "Piecewise", "Problem", "Schedule",
-        "TorchAttack",
+        "FGSM", "MIFGSM", "PGD", "Attack", "AttackResult", "LinearRamp", "NoiseFGSM", "Piecewise", "Problem",
+        "Schedule", "TorchAttack",
     ],
     "robustdist.callbacks": ["AdversarialTraining", "RobustEvaluation"],
     "robustdist.data": [
         "DigitsDataModule", "FashionMNISTDataModule", "ImageDataModule", "MNIST5kDataModule", "Parts",
         "stratified_split",
     ],
-    "robustdist.objectives": ["DAT", "PGDAT", "Objective", "ObjectiveContext"],
+    "robustdist.objectives": [
+        "AWP", "DAT", "FGSMRS", "MART", "NFGSM", "PGDAT", "TRADES", "FastBAT", "GradAlign", "Objective",
+        "ObjectiveContext",
+    ],
     "robustdist.optim": ["LALR"],
     "robustdist.evaluation": ["RobustTally"],
     "robustdist.configs": ["path"],

@@ -16,27 +16,95 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import robustdist.objectives
-from robustdist.attacks import PGD
+from robustdist.attacks import PGD, Problem
+from robustdist.core.rng import Noise
 from robustdist.core.testing import TinyNet, toy_images
-from robustdist.objectives import DAT, PGDAT, Objective, ObjectiveContext
+from robustdist.errors import UsageError
+from robustdist.objectives import (
+    AWP,
+    DAT,
+    FGSMRS,
+    MART,
+    NFGSM,
+    PGDAT,
+    TRADES,
+    FastBAT,
+    GradAlign,
+    Objective,
+    ObjectiveContext,
+)
 
 
 @dataclass(frozen=True)
 class Row:
-    """One objective: how it is made, how often it calls the ordinary loss, what it logs and how its repr reads."""
+    """One objective under test.
+
+    ``losses`` names the inputs of every call of the ordinary loss: "adv" from the attack, "clean", or "own".
+    ``forwards`` are those with PGD of three steps: a of an attack and r a reference, both in eval mode; t for the loss
+    and g the same with a gradient in the input. ``targets`` is what the attack gets: "y", "reference" or None for an
+    objective that solves the inner problem itself. ``plain`` objectives are one ordinary loss and nothing else.
+    """
 
     id: str
     make: Callable[[], Objective]
-    passes: int
-    logs: frozenset[str]
+    losses: tuple[str, ...]
+    forwards: str
     shown: str
+    logs: frozenset[str] = frozenset()
+    targets: str | None = "y"
+    plain: bool = False
+    needs_classes: bool = False
 
+    @property
+    def passes(self) -> int:
+        return len(self.losses)
+
+
+DAT_LOGS = frozenset({"clean_loss", "adv_loss"})
+TRADES_OPTIONS: dict[str, Any] = {"logs": frozenset({"divergence"}), "targets": "reference"}
+BAT_LOGS = frozenset({"interior_fraction", "ig_ratio"})
 
 ROWS = [
-    Row("PGDAT", PGDAT, 1, frozenset(), "PGDAT()"),
-    Row("DAT", DAT, 2, frozenset({"clean_loss", "adv_loss"}), "DAT(clean_weight=1.0)"),
-    Row("DAT-0", lambda: DAT(clean_weight=0.0), 1, frozenset(), "DAT(clean_weight=0.0)"),
-    Row("DAT-0.3", lambda: DAT(0.3), 2, frozenset({"clean_loss", "adv_loss"}), "DAT(clean_weight=0.3)"),
+    Row("PGDAT", PGDAT, ("adv",), "aaat", "PGDAT()", plain=True),
+    Row("DAT", DAT, ("adv", "clean"), "aaatt", "DAT(clean_weight=1.0)", DAT_LOGS),
+    Row("DAT-0", lambda: DAT(clean_weight=0.0), ("adv",), "aaat", "DAT(clean_weight=0.0)", plain=True),
+    Row("DAT-0.3", lambda: DAT(0.3), ("adv", "clean"), "aaatt", "DAT(clean_weight=0.3)", DAT_LOGS),
+    Row("TRADES", TRADES, ("clean",), "raaatt", "TRADES(beta=6.0)", **TRADES_OPTIONS),
+    Row("MART", MART, ("adv",), "aaatt", "MART(beta=5.0)", needs_classes=True),
+    Row("FGSMRS", FGSMRS, ("adv",), "at", "FGSMRS(step_factor=1.25)", plain=True),
+    Row("NFGSM", NFGSM, ("adv",), "at", "NFGSM(noise=2.0)", plain=True),
+    Row(
+        "GradAlign", GradAlign, ("adv",), "atgg", "GradAlign(weight=0.2, step_factor=1.25)", frozenset({"misalignment"})
+    ),
+    Row("GradAlign-0", lambda: GradAlign(0), ("adv",), "at", "GradAlign(weight=0, step_factor=1.25)", plain=True),
+    Row(
+        "FastBAT",
+        FastBAT,
+        ("own",),
+        "ggg",
+        "FastBAT(step='relative', step_factor=2.0, implicit_weight=0.1)",
+        BAT_LOGS,
+        targets=None,
+    ),
+    Row(
+        "FastBAT-direct",
+        lambda: FastBAT("1/4", implicit_weight=0.0),
+        ("own",),
+        "ggg",
+        "FastBAT(step=0.25, step_factor=2.0, implicit_weight=0.0)",
+        targets=None,
+        plain=True,
+    ),
+    Row("AWP", AWP, ("adv", "adv"), "aaatt", "AWP(base=PGDAT(), gamma=0.01)"),
+    Row("AWP-0", lambda: AWP(gamma=0.0), ("adv",), "aaat", "AWP(base=PGDAT(), gamma=0.0)", plain=True),
+    Row(
+        "AWP-TRADES",
+        lambda: AWP(TRADES(), 0.005),
+        ("clean", "clean"),
+        "raaattrtt",
+        "AWP(base=TRADES(beta=6.0), gamma=0.005)",
+        **TRADES_OPTIONS,
+    ),
 ]
 
 
@@ -47,17 +115,39 @@ def row(request) -> Row:
 
 @dataclass
 class Recorder:
-    """A context that notes every call; the ordinary loss returns what ``outputs`` says, then its own value."""
+    """A context around a linear model that notes every call; ``skips`` says which ordinary losses are None."""
 
-    outputs: list[Any] = field(default_factory=list)
+    skips: list[bool] = field(default_factory=list)
     losses: list[Tensor] = field(default_factory=list)
     attacked: list[tuple[Tensor, Any]] = field(default_factory=list)
+    references: list[Tensor] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.weight = nn.Parameter(torch.tensor(2.0))
+        self.weight = nn.Parameter(torch.rand(5, 4))
         self.x, self.y = torch.rand(3, 1, 2, 2), torch.tensor([0, 1, 0])
         self.x_adv = self.x + 1
-        self.context = ObjectiveContext(self.x, self.y, self._attack, self._loss, lambda x: x.flatten(1) * self.weight)
+        self.context = ObjectiveContext(
+            x=self.x,
+            y=self.y,
+            attack=self._attack,
+            loss=self._loss,
+            logits=self._logits,
+            loss_and_logits=lambda x: (self._loss(x), self._logits(x)),
+            reference=self._reference,
+            problem=self._problem,
+            from_pixels=lambda pixels: pixels,
+            named_parameters=lambda: iter([("weight", self.weight)]),
+        )
+
+    def _logits(self, x: Tensor) -> Tensor:
+        return x.flatten(1) @ self.weight.T
+
+    def _reference(self, x: Tensor) -> Tensor:
+        self.references.append(self._logits(x).detach())
+        return self.references[-1]
+
+    def _problem(self) -> Problem:
+        return PGD(eps=0.1).problem(self._logits, self.x, self.y, Noise(0))
 
     def _attack(self, x: Tensor, y: Any) -> Tensor:
         self.attacked.append((x, y))
@@ -65,7 +155,8 @@ class Recorder:
 
     def _loss(self, x: Tensor) -> Tensor | None:
         self.losses.append(x)
-        return self.outputs.pop(0) if self.outputs else self.weight * x.mean()
+        skipped = self.skips.pop(0) if self.skips else False
+        return None if skipped else F.cross_entropy(self._logits(x), self.y)
 
 
 def rng_states() -> list[Any]:
@@ -86,19 +177,20 @@ def test_every_public_objective_has_a_row():
 def test_the_clean_batch_is_attacked_once(row):
     recorder = Recorder()
     row.make().compute(recorder.context)
-    ((x, y),) = recorder.attacked
-    assert x is recorder.x
-    assert y is recorder.y
+    assert len(recorder.attacked) == (row.targets is not None)
+    for x, y in recorder.attacked:
+        assert x is recorder.x
+        assert y is (recorder.y if row.targets == "y" else recorder.references[0])
+    assert row.make().attacks_predictions == (row.targets == "reference")
 
 
-def test_the_first_pass_is_the_loud_one_and_sees_the_attack(row):
+def test_the_ordinary_loss_sees_these_inputs(row):
     recorder = Recorder()
     objective = row.make()
     objective.compute(recorder.context)
-    assert len(recorder.losses) == row.passes
-    assert recorder.losses[0] is recorder.x_adv
-    assert all(x is recorder.x for x in recorder.losses[1:])
-    assert objective.needs_second_pass == (row.passes > 1)
+    names = {id(recorder.x): "clean", id(recorder.x_adv): "adv"}
+    assert tuple(names.get(id(x), "own") for x in recorder.losses) == row.losses
+    assert objective.needs_second_pass == (not row.plain)
 
 
 def test_logs_are_detached_scalars(row):
@@ -113,12 +205,25 @@ def test_logs_are_detached_scalars(row):
 @pytest.mark.parametrize("skipped", [0, 1])
 def test_a_batch_that_the_ordinary_loss_skips_is_skipped(row, skipped):
     recorder = Recorder()
-    recorder.outputs = [recorder.weight * 1.0] * skipped + [None]
-    loss = row.make().compute(recorder.context)
+    recorder.skips = [False] * skipped + [True]
+    weight = recorder.weight.detach().clone()
+    objective = row.make()
+    loss = objective.compute(recorder.context)
     assert (loss is None) == (skipped < row.passes)
     if loss is None:
-        assert recorder.context.logs == {}
+        assert torch.equal(recorder.weight, weight)
+        assert recorder.context.logs == {} or isinstance(objective, AWP)
         assert len(recorder.losses) == skipped + 1
+
+
+def test_the_weights_are_the_callers_after_the_backward_pass(row):
+    recorder = Recorder()
+    weight = recorder.weight.detach().clone()
+    objective = row.make()
+    objective.compute(recorder.context).backward()
+    objective.after_backward()
+    assert torch.equal(recorder.weight, weight)
+    assert bool(recorder.weight.grad.abs().sum() > 0)
 
 
 def test_a_plain_module_trains_on_it(row):
@@ -137,16 +242,18 @@ def test_a_plain_module_trains_on_it(row):
 
 
 def test_modes_are_those_of_the_caller(row):
-    seen: list[tuple[bool, bool]] = []  # (training, gradient of the weights is recorded)
+    seen: list[str] = []
+    kinds = {(False, False): "r", (False, True): "a", (True, False): "t", (True, True): "g"}
 
     class Watched(TinyNet):
         def forward(self, x: Tensor) -> Tensor:
-            seen.append((self.training, x.requires_grad))
+            seen.append(kinds[self.training, x.requires_grad])
+            assert torch.is_grad_enabled() == (seen[-1] != "r")
             return super().forward(x)
 
     net = Watched().train()
     row.make()(net, *toy_images(4), attack=PGD(eps=0.1, steps=3))
-    assert seen == [(False, True)] * 3 + [(True, False)] * row.passes
+    assert "".join(seen) == row.forwards
     assert net.training
 
 
@@ -156,7 +263,9 @@ def test_random_starts_follow_seed_rank_and_step(row):
 
     def gradient(seed: int = 0, **key: int) -> Tensor:
         net.zero_grad()
-        row.make()(net, x, y, attack=PGD(eps=0.3, steps=1, step_size=0.01, seed=seed), **key).backward()
+        objective = row.make()
+        objective(net, x, y, attack=PGD(eps=0.3, steps=1, step_size=0.01, seed=seed), **key).backward()
+        objective.after_backward()
         return torch.cat([grad.flatten() for grad in gradients(net)])
 
     first = gradient()
@@ -178,6 +287,10 @@ def test_the_ordinary_loss_is_the_callers(row):
         seen.append((logits.shape, y is targets))
         return (logits - y).square().mean()
 
+    if row.needs_classes:
+        with pytest.raises(UsageError, match="not class indices"):
+            row.make()(net, x, targets, attack=attack, loss_fn=loss_fn)
+        return
     loss = row.make()(net, x, targets, attack=attack, loss_fn=loss_fn)
     assert seen == [((5, 4), True)] * row.passes
     assert bool(torch.isfinite(loss))
@@ -209,7 +322,16 @@ def test_copies_and_pickles_compute_the_same(row):
 
 def test_the_repr_is_the_call_that_makes_it(row):
     assert repr(row.make()) == row.shown
-    assert vars(eval(row.shown, {"DAT": DAT, "PGDAT": PGDAT})) == vars(row.make())
+
+
+def settings(objective: Objective) -> dict[str, Any]:
+    return {name: settings(value) if isinstance(value, Objective) else value for name, value in vars(objective).items()}
+
+
+def test_the_repr_makes_an_equal_one(row):
+    again = eval(row.shown, vars(robustdist.objectives))
+    assert type(again) is type(row.make())
+    assert settings(again) == settings(row.make())
 
 
 def test_an_objective_without_compute_cannot_be_made():

@@ -148,7 +148,10 @@ def test_dat_without_clean_weight_is_pgdat_bit_for_bit(make_attack, step):
 
 def test_the_logged_losses_are_the_two_terms():
     terms = iter([torch.tensor(3.0, requires_grad=True), torch.tensor(5.0, requires_grad=True)])
-    context = ObjectiveContext(torch.ones(1), None, lambda x, y: x, lambda x: next(terms), lambda x: x)
+    unused = dict.fromkeys(
+        ("logits", "loss_and_logits", "reference", "problem", "from_pixels", "named_parameters"), NotImplemented
+    )
+    context = ObjectiveContext(x=torch.ones(1), y=None, attack=lambda x, y: x, loss=lambda x: next(terms), **unused)
     loss = DAT(0.5).compute(context)
     assert loss.item() == 5.5
     assert {name: value.item() for name, value in context.logs.items()} == {"adv_loss": 3.0, "clean_loss": 5.0}

@@ -1,0 +1,104 @@
+"""Adversarial weight perturbation."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from robustdist.attacks.base import Attack
+from robustdist.errors import UsageError
+from robustdist.objectives.base import Objective, ObjectiveContext
+from robustdist.objectives.pgd_at import PGDAT
+
+__all__ = ["AWP"]
+
+
+class AWP(Objective):
+    r"""Take the gradient of a base objective at weights that were moved against it, layer by layer.
+
+    .. math:: \theta_l \leftarrow \theta_l + \gamma \|\theta_l\| \frac{v_l}{\|v_l\|}, \quad
+              v = \nabla_\theta L(\theta)
+
+    for every tensor of more than one dimension whose name holds "weight" (normalisation and biases stay), where L is
+    the base objective. The weights are put back, exactly, as soon as the backward pass is over, before the optimiser
+    steps: an update that is skipped, clipped or accumulated finds the true weights. (The released code puts them back
+    after the step, which differs by the weight decay of the perturbation.) Every process moves its own weights by its
+    own data; they are equal again before the step.
+
+    The base objective is computed twice per batch; the second pass leaves no logs. Buffers of the first pass, such as
+    the statistics of batch norm, count twice.
+
+    Args:
+        base: The objective; default :class:`PGDAT`.
+        gamma: Size of the perturbation over the size of the weights, at least 0.
+
+    Raises:
+        UsageError: If ``gamma`` is negative.
+
+    References:
+        Wu et al., "Adversarial Weight Perturbation Helps Robust Generalization".
+    """
+
+    def __init__(self, base: Objective | None = None, gamma: float = 0.01) -> None:
+        if not 0 <= gamma < float("inf"):
+            raise UsageError(f"gamma={gamma} must be a finite number that is not negative")
+        self.base = base if base is not None else PGDAT()
+        self.gamma = gamma
+        self.needs_second_pass = gamma > 0 or self.base.needs_second_pass
+        self.attacks_predictions = self.base.attacks_predictions
+        self._originals: list[tuple[nn.Parameter, Tensor]] = []
+
+    def adapt(self, attack: Attack) -> Attack:
+        """Return the inner maximiser of the base objective."""
+        return self.base.adapt(attack)
+
+    def compute(self, context: ObjectiveContext) -> Tensor | None:
+        """Return the base objective at the moved weights."""
+        self.after_backward()
+        if self.gamma == 0:
+            return self.base.compute(context)
+        # the same adversarial inputs for both passes: the attack is most of the cost
+        memory: list[Tensor] = []
+        attack = context.attack
+
+        def once(x: Tensor, y: object) -> Tensor:
+            if not memory:
+                memory.append(attack(x, y))
+            return memory[0]
+
+        context.attack = once
+        loss = self.base.compute(context)
+        if loss is None:
+            return None
+        moved = [
+            (name, p) for name, p in context.named_parameters() if p.requires_grad and p.dim() > 1 and "weight" in name
+        ]
+        grads: tuple[Tensor | None, ...] = torch.autograd.grad(loss, [p for _, p in moved], allow_unused=True)
+        with torch.no_grad():
+            for (_, parameter), grad in zip(moved, grads, strict=True):
+                if grad is None:
+                    continue
+                self._originals.append((parameter, parameter.detach().clone()))
+                step = grad * (self.gamma * parameter.norm() / grad.norm().clamp(min=1e-20))
+                # after an overflow the update is skipped, but the statistics of batch norm would keep a NaN
+                parameter.add_(torch.nan_to_num(step, nan=0.0, posinf=0.0, neginf=0.0))
+        # autocast keeps the weights that it has cast
+        torch.clear_autocast_cache()
+        try:
+            loss = self.base.compute(context)
+        except BaseException:
+            self.after_backward()
+            raise
+        if loss is None:
+            self.after_backward()  # there will be no backward pass
+        return loss
+
+    def after_backward(self) -> None:
+        """Put the true weights back."""
+        with torch.no_grad():
+            for parameter, values in self._originals:
+                parameter.copy_(values)
+        if self._originals:
+            torch.clear_autocast_cache()
+        self._originals = []
+        self.base.after_backward()

@@ -1,0 +1,39 @@
+"""Losses that several objectives share; one value per sample."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+__all__ = ["kl_divergence", "mart_loss"]
+
+
+def _log_softmax(logits: Tensor) -> Tensor:
+    return logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(1)
+
+
+def kl_divergence(logits: Tensor, target_logits: Tensor) -> Tensor:
+    r"""Return :math:`KL(p(\text{target}) \| p(\text{logits}))` of every row, shape (batch,).
+
+    From log-softmax on both sides in at least float32, so that large logits give no NaN; summed over classes, so that
+    its size does not fall with their number.
+    """
+    divergence = F.kl_div(_log_softmax(logits), _log_softmax(target_logits), reduction="none", log_target=True)
+    return divergence.sum(1)
+
+
+def mart_loss(logits: Tensor, logits_adv: Tensor, y: Tensor, beta: float) -> Tensor:
+    r"""Return the loss of MART of every row, shape (batch,).
+
+    .. math:: -\log p_y(x') - \log\big(1 - \max_{k \ne y} p_k(x')\big) + \beta \, KL(p(x) \| p(x')) (1 - p_y(x))
+
+    The second term is :math:`-\log(1 - p)` from the log of the probability, which stays finite when a wrong class is
+    certain: the probability is held below 1 by the constants of the released code.
+    """
+    log_adv = _log_softmax(logits_adv)
+    own = log_adv.gather(1, y[:, None])[:, 0]
+    largest_other = log_adv.scatter(1, y[:, None], -torch.inf).amax(1).exp()
+    boosted = -own - torch.log(1.0001 - largest_other + 1e-12)
+    unsure = 1.0000001 - _log_softmax(logits).gather(1, y[:, None])[:, 0].exp()
+    return boosted + beta * kl_divergence(logits_adv, logits) * unsure
