@@ -266,6 +266,7 @@ class AdversarialTraining(Callback):
         x, y, *_ = self.adapter.locate(batch)
         if self.channels_last and x.dim() == 4:
             x = x.contiguous(memory_format=torch.channels_last)
+        self._num_attacks += 1
         outputs: list[Any] = []
 
         def loss(inputs: Tensor) -> Tensor | None:
@@ -315,7 +316,6 @@ class AdversarialTraining(Callback):
     def _call_settings(self, trainer: Trainer, batch_size: int) -> dict[str, Any]:
         eps_scale, step_scale = self.scales()
         self._logs["eps"] = self.attack.eps * eps_scale
-        self._num_attacks += 1
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         return {
             "rank": trainer.global_rank,

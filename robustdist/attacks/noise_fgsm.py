@@ -35,8 +35,8 @@ class NoiseFGSM(Attack):
     def __init__(self, *, eps: Number = "8/255", noise: float = 2.0, **kwargs: Any) -> None:
         if kwargs.get("norm", "linf") != "linf":
             raise UsageError(f"norm={kwargs['norm']!r}: noise and sign steps are about linf, use norm='linf'")
-        if noise < 0:
-            raise UsageError(f"noise={noise} must not be negative")
+        if not 0 <= noise < float("inf"):
+            raise UsageError(f"noise={noise} must be a finite number that is not negative")
         super().__init__(eps=eps, step_size=eps, **kwargs)
         self.noise = noise
 

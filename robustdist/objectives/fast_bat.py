@@ -53,7 +53,7 @@ class FastBAT(Objective):
         self.step: float | str = step if step in ("relative", "paper") else parse_number(step, "step")
         if isinstance(self.step, float) and self.step <= 0:
             raise UsageError(f"step={step} must be positive, 'relative' or 'paper'")
-        if step_factor <= 0 or implicit_weight < 0:
+        if not (step_factor > 0 and implicit_weight >= 0):
             raise UsageError(
                 f"step_factor={step_factor} must be positive and implicit_weight={implicit_weight} not negative"
             )
