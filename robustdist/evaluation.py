@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from robustdist.attacks.base import Attack, check_class_indices
+from robustdist.attacks.base import Attack
 from robustdist.attacks.functional import distance
+from robustdist.attacks.losses import check_class_indices
 from robustdist.core.forward import guarded_logits, looks_like_probabilities
 from robustdist.errors import UsageError
 from robustdist.report.result import AttackScore, Check, EvaluationResult, Examples

@@ -10,17 +10,17 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from robustdist.attacks.functional import project
+from robustdist.attacks.losses import LOSSES, check_class_indices, checked_loss
 from robustdist.core.forward import as_logits
 from robustdist.core.guard import ordinary_tensors, pure
 from robustdist.core.rng import Noise, derive_seed
 from robustdist.errors import UsageError
 from robustdist.types import NORMS, AttackLoss, Bounds, Norm, Number, parse_number
 
-__all__ = ["Attack", "AttackResult", "Problem", "check_class_indices"]
+__all__ = ["Attack", "AttackResult", "Problem"]
 
 # Room for the rounding of a normalise/denormalise round trip when the range of a batch is checked; half precision
 # needs more, see check_inputs.
@@ -107,28 +107,6 @@ class Problem:
         return project(x_adv, self.x, self.eps, self.norm, self.bounds)
 
 
-def _cross_entropy(logits: Tensor, y: Tensor) -> Tensor:
-    return F.cross_entropy(logits, y.long(), reduction="none")
-
-
-def _margin(logits: Tensor, y: Tensor) -> Tensor:
-    column = y.long()[:, None]
-    own = logits.gather(1, column)[:, 0]
-    best_other = logits.scatter(1, column, -math.inf).amax(1)
-    return best_other - own
-
-
-_LOSSES: dict[str, AttackLoss] = {"ce": _cross_entropy, "margin": _margin}
-
-
-def _checked_loss(attack_loss: Literal["ce", "margin"] | AttackLoss) -> Literal["ce", "margin"] | AttackLoss:
-    if callable(attack_loss) or attack_loss in _LOSSES:
-        return attack_loss
-    raise UsageError(
-        f"attack_loss={attack_loss!r} is unknown: choose ce, margin or pass a function of (logits, target)"
-    )
-
-
 class Attack(ABC):
     """Base of all attacks: ``x_adv = attack(model, x, y)``.
 
@@ -200,7 +178,7 @@ class Attack(ABC):
         self.mean = mean
         self.std = std
         self.targeted = targeted
-        self.attack_loss = _checked_loss(attack_loss)
+        self.attack_loss = checked_loss(attack_loss)
         self.model_mode: Literal["eval", "train"] = model_mode
         self.seed = seed
 
@@ -310,7 +288,7 @@ class Attack(ABC):
             UsageError: If the loss is unknown, or the attack has a loss of its own.
         """
         changed = copy.copy(self)
-        changed.attack_loss = _checked_loss(attack_loss)
+        changed.attack_loss = checked_loss(attack_loss)
         return changed
 
     def variant(self, **changes: Any) -> Attack:
@@ -349,7 +327,7 @@ class Attack(ABC):
 
     def _loss(self) -> Callable[[Tensor, Any], Tensor]:
         builtin = isinstance(self.attack_loss, str)
-        loss = _LOSSES[self.attack_loss] if isinstance(self.attack_loss, str) else self.attack_loss
+        loss = LOSSES[self.attack_loss] if isinstance(self.attack_loss, str) else self.attack_loss
         unchecked = builtin
 
         def signed(logits: Tensor, y: Any) -> Tensor:
@@ -430,31 +408,3 @@ class Attack(ABC):
 
 def _from_pixels(pixels: Tensor, statistics: tuple[Tensor, Tensor] | None) -> Tensor:
     return pixels if statistics is None else (pixels - statistics[0]) / statistics[1]
-
-
-def check_class_indices(
-    logits: Tensor, y: Any, remedy: str = "set attack_loss to a function of (output, target) for other tasks"
-) -> None:
-    """Refuse targets that are not class indices.
-
-    Args:
-        logits: Output of the model.
-        y: The targets.
-        remedy: What to do about it, the end of the message.
-
-    Raises:
-        UsageError: If ``y`` is not an integer tensor of shape (batch,) with values in [0, classes).
-    """
-    if logits.dim() != 2:
-        raise UsageError(f"the model returned shape {tuple(logits.shape)}, not (batch, classes): {remedy}")
-    if logits.shape[1] < 2:
-        raise UsageError(f"the model has one output, so there is no other class to move to: {remedy}")
-    integer = isinstance(y, Tensor) and not y.is_floating_point() and not y.is_complex() and y.dtype != torch.bool
-    if not integer or y.dim() != 1 or len(y) != len(logits):
-        found = f"{y.dtype} of shape {tuple(y.shape)}" if isinstance(y, Tensor) else type(y).__name__
-        raise UsageError(f"the targets are {found}, not class indices of shape (batch,): {remedy}")
-    if len(y) and not 0 <= int(y.min()) <= int(y.max()) < logits.shape[1]:
-        raise UsageError(
-            f"the targets span [{int(y.min())}, {int(y.max())}] but the model has {logits.shape[1]} classes: "
-            "map them to 0..classes-1"
-        )

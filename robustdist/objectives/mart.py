@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from robustdist.attacks.base import Attack, check_class_indices
+from robustdist.attacks.base import Attack
+from robustdist.attacks.losses import check_class_indices
 from robustdist.errors import UsageError
 from robustdist.objectives.base import Objective, ObjectiveContext
 from robustdist.objectives.losses import mart_loss
