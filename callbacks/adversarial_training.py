@@ -69,6 +69,10 @@ class AdversarialTraining(Callback):
         step_size_schedule: The same for the step size; default ``eps_schedule``.
         order: Place among other step transforms; a lower one runs further outside.
 
+    Attributes:
+        step_factor: Factor on the step size of the inner attack beside its schedule, 1.0 at the start of every training
+            and kept in checkpoints; for guards that shrink the step.
+
     Raises:
         UsageError: At setup for sharded strategies, steps that fetch their own batch, and objectives that need a second
             pass under manual optimisation; before the first batch for batches, targets or images that do not fit.
@@ -117,6 +121,7 @@ class AdversarialTraining(Callback):
         self.eps_schedule = eps_schedule
         self.step_size_schedule = step_size_schedule if step_size_schedule is not None else eps_schedule
         self.order = order
+        self.step_factor = 1.0
         self._muter = StepMuter()
         self._num_attacks = 0
         self._num_steps = 0
@@ -141,6 +146,7 @@ class AdversarialTraining(Callback):
         if trainer.global_step == 0:
             # a new training; a checkpoint is restored after this
             self._num_attacks = self._num_steps = 0
+            self.step_factor = 1.0
         self._num_total_steps = None
         self._trainer = trainer
         self._checked = False
@@ -229,13 +235,14 @@ class AdversarialTraining(Callback):
         self._release(trainer)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the counters behind random starts and schedules."""
-        return {"num_attacks": self._num_attacks, "num_steps": self._num_steps}
+        """Return the counters behind random starts and schedules, and the step factor."""
+        return {"num_attacks": self._num_attacks, "num_steps": self._num_steps, "step_factor": self.step_factor}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue the counters."""
+        """Continue the counters; a checkpoint without a step factor has 1."""
         self._num_attacks = int(state_dict["num_attacks"])
         self._num_steps = int(state_dict["num_steps"])
+        self.step_factor = float(state_dict.get("step_factor", 1.0))
 
     def scales(self) -> tuple[float, float]:
         """Return the factors on radius and step size at the present progress of training."""
@@ -243,7 +250,7 @@ class AdversarialTraining(Callback):
         progress = 1.0 if self._num_total_steps is None else min(1.0, (self._num_steps + 1) / self._num_total_steps)
         eps_scale = self.eps_schedule(progress) if self.eps_schedule is not None else 1.0
         step_scale = self.step_size_schedule(progress) if self.step_size_schedule is not None else 1.0
-        return eps_scale, step_scale
+        return eps_scale, step_scale * self.step_factor
 
     def _length_of_training(self, trainer: Trainer, pl_module: LightningModule) -> float:
         """Return the optimiser steps, or in manual optimisation the batches, that this callback will have counted."""
@@ -300,6 +307,7 @@ class AdversarialTraining(Callback):
             problem=problem,
             from_pixels=lambda pixels: self.attack.from_pixels(pixels, x),
             named_parameters=module.named_parameters,
+            step_factor=self.step_factor,
         )
         total = self.objective.compute(context)
         self._logs.update(context.logs)

@@ -35,6 +35,8 @@ class ObjectiveContext:
             differentiate through it; called once per batch, its noise is that of the attack.
         from_pixels: Maps pixel inputs back to the units of ``x``, differentiably.
         named_parameters: Names and parameters of the module.
+        step_factor: What a guard made of the attack's step: ``attack`` and ``problem`` hold it, objectives with a step
+            rule of their own multiply by it.
         logs: Scalars that the objective wants logged under ``robust/``.
     """
 
@@ -48,6 +50,7 @@ class ObjectiveContext:
     problem: Callable[[], Problem]
     from_pixels: Callable[[Tensor], Tensor]
     named_parameters: Callable[[], Iterator[tuple[str, nn.Parameter]]]
+    step_factor: float = 1.0
     logs: dict[str, Tensor] = field(default_factory=dict)
 
 

@@ -76,7 +76,8 @@ class FastBAT(Objective):
             return torch.autograd.grad(value, leaf, create_graph=create_graph)[0]
 
         def solved(delta: Tensor, grad: Tensor) -> Tensor:
-            return torch.minimum(torch.maximum(delta + self._step(grad, eps) * grad, low), high)
+            step = context.step_factor * self._step(grad, eps)
+            return torch.minimum(torch.maximum(delta + step * grad, low), high)
 
         start = torch.minimum(torch.maximum(problem.noise.uniform(x, "start").mul_(2 * eps).sub_(eps), low), high)
         z = solved(start, ascent(start, create_graph=False))

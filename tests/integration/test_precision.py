@@ -72,7 +72,7 @@ def test_skipped_steps_do_not_advance_the_schedule(launch, images, fused, object
     moved = [not torch.equal(*pair) for pair in zip(trace.weights[1:], trace.weights[2:], strict=False)]
     assert moved == [True] * 4
     assert trace.eps == pytest.approx([0.25 * step / 6 for step in (1, 1, 1, 2, 3, 4)])
-    assert callback.state_dict() == {"num_attacks": 6, "num_steps": 4}
+    assert callback.state_dict() == {"num_attacks": 6, "num_steps": 4, "step_factor": 1.0}
 
 
 @pytest.mark.parametrize("init_scale", [1.0, 2.0**16, 2.0**20])
