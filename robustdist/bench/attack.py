@@ -15,13 +15,14 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor, nn
 
-from robustdist.attacks import FGSM, PGD
+from robustdist.attacks import FGSM, PGD, Attack
 from robustdist.bench.machine import describe_machine, installed_version
 from robustdist.bench.measure import MIB, Clock, PassCounter, SavedTensors, Timing, interleave, ratios, spread
 from robustdist.bench.models import PreActResNet
 from robustdist.bench.output import check_out, make_console, write_json
 from robustdist.core.guard import forked_rng
 from robustdist.errors import UsageError
+from robustdist.objectives import AWP, DAT, FGSMRS, MART, NFGSM, PGDAT, TRADES, FastBAT, GradAlign, Objective
 from robustdist.types import check_count
 
 __all__ = ["bench_attack"]
@@ -40,11 +41,16 @@ _AttackFunction = Callable[[nn.Module, Tensor, Tensor], Tensor] | None
 
 @dataclass(frozen=True)
 class _Spec:
-    """One row of the table; ``note`` says why it cannot be run."""
+    """One row of the table; ``note`` says why it cannot be run.
+
+    A row makes an adversarial batch and trains on it, or minimises ``objective`` with the attack of ``inner``.
+    """
 
     key: str
     name: str
     make_attack: Callable[[nn.Module], _AttackFunction]
+    objective: Callable[[], Objective] | None = None
+    inner: Attack | None = None
     channels_last: bool = False
     bf16_attack: bool = False
     note: str | None = None
@@ -82,6 +88,7 @@ class _Trainer:
     x: Tensor
     y: Tensor
     attack: _AttackFunction = field(init=False)
+    objective: Objective | None = field(init=False)
     optimizer: torch.optim.Optimizer = field(init=False)
 
     def __post_init__(self) -> None:
@@ -89,11 +96,15 @@ class _Trainer:
             self.model = self.model.to(memory_format=torch.channels_last)
             self.x = self.x.contiguous(memory_format=torch.channels_last)
         self.attack = self.spec.make_attack(self.model)
+        self.objective = None if self.spec.objective is None else self.spec.objective()
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=_LR, momentum=_MOMENTUM)
 
     def step(self) -> None:
-        """Attack the batch, then train on what the attack returned."""
-        self.update(self.attack_batch())
+        """Take one step of adversarial training."""
+        if self.objective is None:
+            self.update(self.attack_batch())
+        else:
+            self.minimise(self.objective)
 
     def attack_batch(self) -> Tensor:
         """Return the batch to train on."""
@@ -108,12 +119,23 @@ class _Trainer:
         torch.autograd.backward(F.cross_entropy(self.model(x), self.y))
         self.optimizer.step()
 
+    def minimise(self, objective: Objective) -> None:
+        """Take one step on ``objective``, which runs its own attack."""
+        assert self.spec.inner is not None
+        self.optimizer.zero_grad()
+        torch.autograd.backward(objective(self.model, self.x, self.y, attack=self.spec.inner))
+        objective.after_backward()
+        self.optimizer.step()
+
     def inspect(self, row: _Row) -> None:
         """Run one step with every counter attached, write the counts into ``row``."""
         with PassCounter(self.model) as passes, SavedTensors(self.model) as saved:
-            x_adv = self.attack_batch()
-            attack_peak = saved.peak
-            self.update(x_adv)
+            if self.objective is not None:
+                self.minimise(self.objective)
+            else:
+                x_adv = self.attack_batch()
+                attack_peak = saved.peak
+                self.update(x_adv)
         row.forwards = passes.forwards
         row.backwards = passes.backwards
         row.weight_backwards = passes.weight_backwards
@@ -130,15 +152,17 @@ def bench_attack(
     steps: int = 10,
     threads: int = 1,
     device: Literal["auto", "cpu", "cuda"] = "auto",
+    rows: list[str] | None = None,
 ) -> dict[str, Any]:
     """Measure what adversarial training costs per step, in standard training steps on the same machine.
 
     One row is one way to make the adversarial batch (linf, eps 8/255, step 2/255) plus one SGD step with momentum on
-    it, for a small pre-activation ResNet-18 on random 3x32x32 images. The rows are run in turn, once per round, after
-    a round that does not count; cheap steps are repeated until they take about as long as the longest, spread over
-    the round. A ratio is taken within one round, and the table shows the median of the rounds. On the CPU with one
-    thread the clock is processor time, which other programs disturb least; otherwise wall time. "floor" is the cost
-    of the counted passes when a forward pass, an input gradient and a weight gradient cost the same.
+    it, or one such step on an objective, for a small pre-activation ResNet-18 on random 3x32x32 images. The rows are
+    run in turn, once per round, after a round that does not count; cheap steps are repeated until they take about as
+    long as the longest, spread over the round. A ratio is taken within one round, and the table shows the median of
+    the rounds. On the CPU with one thread the clock is processor time, which other programs disturb least; otherwise
+    wall time. "floor" is the cost of the counted passes when a forward pass, an input gradient and a weight gradient
+    cost the same.
 
     Args:
         out: JSON file for the same figures; its folder must exist.
@@ -148,6 +172,7 @@ def bench_attack(
         steps: Gradient steps of the PGD rows.
         threads: Threads that torch may use on the CPU.
         device: "cpu", "cuda", or "auto" for CUDA where there is a device.
+        rows: Keys of the rows to run, as in the file; the standard step is always one. None for all.
 
     Returns:
         ``benchmark``, ``settings``, ``machine`` and ``rows``, as in the file.
@@ -162,9 +187,9 @@ def bench_attack(
     chosen = _choose_device(device)
     clock: Clock = "cpu" if chosen.type == "cpu" and threads == 1 else "wall"
 
-    specs = _specs(steps)
+    specs = _chosen(_specs(steps), rows)
     with _global_state(chosen, threads):
-        rows = _measure(specs, rounds, batch_size, width, chosen, clock)
+        measured = _measure(specs, rounds, batch_size, width, chosen, clock)
     torchattacks = None if any(spec.note for spec in specs) else installed_version("torchattacks")
     result: dict[str, Any] = {
         "benchmark": "attack",
@@ -181,12 +206,20 @@ def bench_attack(
             "clock": clock,
         },
         "machine": {**describe_machine(chosen), "torchattacks": torchattacks},
-        "rows": [asdict(row) for row in rows],
+        "rows": [asdict(row) for row in measured],
     }
     if path is not None:
         write_json(path, result)
-    _print(make_console(), rows, result["settings"], result["machine"])
+    _print(make_console(), measured, result["settings"], result["machine"])
     return result
+
+
+def _chosen(specs: list[_Spec], keys: list[str] | None) -> list[_Spec]:
+    known = [spec.key for spec in specs]
+    for key in keys or ():
+        if key not in known:
+            raise UsageError(f"rows has no {key!r}: choose among {', '.join(known)}")
+    return [spec for spec in specs if keys is None or spec.key in (_UNIT, *keys)]
 
 
 def _choose_device(name: str) -> torch.device:
@@ -237,10 +270,31 @@ def _specs(steps: int) -> list[_Spec]:
             bf16_attack=True,
         ),
         _Spec("fgsm", "FGSM with random start", lambda _: fgsm),
+        *(
+            _Spec(key, name, lambda _: None, objective=objective, inner=inner)
+            for key, name, objective, inner in _objectives(pgd)
+        ),
         _Spec(_REFERENCE, f"torchattacks.PGD, {steps} steps", theirs, note=note),
         _Spec(
             "torchattacks_pgd_bf16", f"torchattacks.PGD, {steps} steps, autocast", theirs, bf16_attack=True, note=note
         ),
+    ]
+
+
+def _objectives(pgd: PGD) -> list[tuple[str, str, Callable[[], Objective], Attack]]:
+    """Return key, name, objective and inner attack of the rows of objectives; weights change nothing in the cost."""
+    steps = pgd.steps
+    pgd2 = PGD(eps=_EPS, steps=2, step_size=_EPS / 2)
+    return [
+        ("fgsm_rs", "FGSM-RS", FGSMRS, pgd),
+        ("n_fgsm", "N-FGSM", NFGSM, pgd),
+        ("pgd2", "PGD-2, step eps/2", PGDAT, pgd2),
+        ("grad_align", "GradAlign", GradAlign, pgd),
+        ("fast_bat", "Fast-BAT", FastBAT, pgd),
+        ("dat_pgd", f"DAT, PGD-{steps}", DAT, pgd),
+        ("trades", f"TRADES-{steps}", TRADES, pgd),
+        ("mart", f"MART-{steps}", MART, pgd),
+        ("awp", f"AWP, PGD-{steps}", AWP, pgd),
     ]
 
 

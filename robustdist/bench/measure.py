@@ -159,7 +159,8 @@ class PassCounter:
     """Count the passes through ``model`` while the context is open.
 
     With F the cost of a forward pass, a gradient of the layers' inputs costs about F and a gradient of the weights
-    another F. A training step is one of each, hence ``floor``.
+    another F. A training step is one of each, hence ``floor``. A backward pass through a gradient (double backward)
+    counts as one more of both; it costs more than that, so the floor is low there.
 
     Attributes:
         forwards: Calls of ``model``.
@@ -173,6 +174,8 @@ class PassCounter:
         self.weight_backwards = 0
         self._model = model
         self._hooks = ExitStack()
+        # backward passes per run of the autograd engine: a loss of two outputs reaches the weights once
+        self._in_run: dict[int, int] = {}
 
     @property
     def floor(self) -> float:
@@ -203,9 +206,11 @@ class PassCounter:
 
     def _backward(self, grad: Tensor) -> None:
         self.backwards += 1
+        run = torch._C._current_graph_task_id()
+        self._in_run[run] = self._in_run.get(run, 0) + 1
 
     def _weight_backward(self, grad: Tensor) -> None:
-        self.weight_backwards += 1
+        self.weight_backwards += self._in_run[torch._C._current_graph_task_id()]
 
 
 class SavedTensors:

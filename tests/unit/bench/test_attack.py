@@ -23,6 +23,7 @@ pytestmark = pytest.mark.slow
 
 STEPS = 2
 TINY = {"rounds": 1, "batch_size": 4, "width": 4, "steps": STEPS, "device": "cpu"}
+FEW = {**TINY, "rows": ["pgd", "torchattacks_pgd"]}
 OURS = [
     "standard",
     "standard_channels_last",
@@ -31,6 +32,15 @@ OURS = [
     "pgd_bf16",
     "pgd_channels_last_bf16",
     "fgsm",
+    "fgsm_rs",
+    "n_fgsm",
+    "pgd2",
+    "grad_align",
+    "fast_bat",
+    "dat_pgd",
+    "trades",
+    "mart",
+    "awp",
 ]
 THEIRS = ["torchattacks_pgd", "torchattacks_pgd_bf16"]
 
@@ -92,6 +102,10 @@ def test_print_names_the_machine_and_the_settings(tiny):
         (["fgsm"], 2, 1, 5 / 3),
         (["pgd", "pgd_channels_last", "pgd_bf16", "pgd_channels_last_bf16"], STEPS + 1, 1, 1 + 2 * STEPS / 3),
         (THEIRS, STEPS + 1, 1, 1 + 2 * STEPS / 3),
+        (["fgsm_rs", "n_fgsm"], 2, 1, 5 / 3),
+        (["pgd2"], 3, 1, 7 / 3),
+        # two forward passes and one backward pass through both
+        (["dat_pgd", "awp", "mart"], STEPS + 2, 2, 2 + 2 * STEPS / 3),
     ],
 )
 def test_passes_equal_the_theory(tiny, require, keys, forwards, weight_backwards, floor):
@@ -104,6 +118,22 @@ def test_passes_equal_the_theory(tiny, require, keys, forwards, weight_backwards
         assert row["floor"] == pytest.approx(floor), row["key"]
 
 
+@pytest.mark.parametrize(
+    ("key", "forwards", "backwards", "weight_backwards"),
+    [
+        # the clean logits once for all steps of the attack, and once with a graph
+        ("trades", STEPS + 3, STEPS + 2, 2),
+        # FGSM, two gradients, the update; the second gradient is differentiated again
+        ("grad_align", 4, 5, 2),
+        # start, z (differentiated again), delta* with its sensitivity
+        ("fast_bat", 3, 5, 2),
+    ],
+)
+def test_passes_of_objectives_equal_the_theory(tiny, key, forwards, backwards, weight_backwards):
+    row = tiny.row(key)
+    assert (row["forwards"], row["backwards"], row["weight_backwards"]) == (forwards, backwards, weight_backwards)
+
+
 def test_ratios_are_consistent(tiny):
     for row in tiny.result["rows"]:
         if row["note"] is not None:
@@ -113,8 +143,9 @@ def test_ratios_are_consistent(tiny):
             assert 0 <= row[name]["min"] <= row[name]["median"] <= row[name]["max"], (row["key"], name)
     assert tiny.row("standard")["ratio"] == {"median": 1.0, "min": 1.0, "max": 1.0}
     # short steps are repeated until they cost as many passes as the longest
-    assert tiny.row("pgd")["repeats"] == 1
-    assert tiny.row("standard")["repeats"] == round(1 + 2 * STEPS / 3)
+    assert tiny.row("grad_align")["repeats"] == 1
+    longest = max(row["floor"] for row in tiny.result["rows"] if row["note"] is None)
+    assert tiny.row("standard")["repeats"] == round(longest) > 1
 
 
 def test_ratio_to_torchattacks(tiny):
@@ -149,7 +180,7 @@ def test_global_state_is_restored(monkeypatch, fails):
         monkeypatch.setattr(bench, "interleave", lambda *args: 1 / 0)
     states = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].copy()
     with pytest.raises(ZeroDivisionError) if fails else contextlib.nullcontext():
-        bench_attack(**TINY, threads=1)
+        bench_attack(**FEW, threads=1)
     assert torch.get_num_threads() == 2
     assert torch.equal(torch.get_rng_state(), states[0])
     assert random.getstate() == states[1]
@@ -164,7 +195,7 @@ def test_clock_follows_the_number_of_threads(monkeypatch, capsys, threads, clock
         return {key: [Timing(1.0, 2.0) if key == "standard" else Timing(3.0, 4.0)] for key in variants}
 
     monkeypatch.setattr(bench, "interleave", measured)
-    result = bench_attack(**TINY, threads=threads)
+    result = bench_attack(**FEW, threads=threads)
     assert result["settings"]["clock"] == clock
     pgd = next(row for row in result["rows"] if row["key"] == "pgd")
     assert (pgd["cpu_ratio"]["median"], pgd["wall_ratio"]["median"]) == (3.0, 2.0)
@@ -179,8 +210,8 @@ def test_clock_follows_the_number_of_threads(monkeypatch, capsys, threads, clock
 @pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
 def test_runs_where_gradients_are_off(context):
     with context():
-        result = bench_attack(**TINY)
-    assert result["rows"][2]["backwards"] == STEPS + 1
+        result = bench_attack(**FEW)
+    assert result["rows"][1]["backwards"] == STEPS + 1
 
 
 def test_missing_torchattacks_skips_its_rows(monkeypatch, capsys, tmp_path):
@@ -221,6 +252,12 @@ def test_out_is_checked_before_the_run(tmp_path):
 
 
 @pytest.mark.usefixtures("no_measuring")
+def test_unknown_rows_are_named():
+    with pytest.raises(UsageError, match=r"^rows has no 'pdg': choose among standard, .*trades"):
+        bench_attack(rows=["pgd", "pdg"])
+
+
+@pytest.mark.usefixtures("no_measuring")
 def test_device_is_checked_before_the_run(monkeypatch):
     with pytest.raises(UsageError, match=r"^device='tpu'"):
         bench_attack(device="tpu")
@@ -234,7 +271,7 @@ def test_a_failing_run_keeps_the_old_file(monkeypatch, tmp_path):
     out.write_text("old")
     monkeypatch.setattr(bench, "interleave", lambda *args: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        bench_attack(out=str(out), **TINY)
+        bench_attack(out=str(out), **FEW)
     assert out.read_text() == "old"
     assert list(tmp_path.iterdir()) == [out]
 

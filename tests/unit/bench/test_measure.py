@@ -68,6 +68,23 @@ def test_counter_tells_an_input_gradient_from_a_full_backward(idiom):
     assert (passes.forwards, passes.backwards) == (4, 3)
 
 
+def test_a_loss_of_two_outputs_counts_two_weight_gradients():
+    model = PreActResNet(width=4)
+    x, y = torch.rand(2, 3, 32, 32), torch.tensor([0, 1])
+    with PassCounter(model) as passes:
+        (F.cross_entropy(model(x), y) + F.cross_entropy(model(1 - x), y)).backward()
+    assert (passes.forwards, passes.backwards, passes.weight_backwards, passes.floor) == (2, 2, 2, 2.0)
+
+
+def test_double_backward_counts_as_one_more_pass():
+    model = PreActResNet(width=4)
+    x, y = torch.rand(2, 3, 32, 32, requires_grad=True), torch.tensor([0, 1])
+    with PassCounter(model) as passes:
+        (grad,) = torch.autograd.grad(F.cross_entropy(model(x), y), x, create_graph=True)
+        grad.square().sum().backward()
+    assert (passes.forwards, passes.backwards, passes.weight_backwards) == (1, 2, 1)
+
+
 def test_saved_tensors_count_each_storage_once_and_only_while_kept():
     x = torch.rand(256, requires_grad=True)
     with SavedTensors(nn.Identity()) as saved:
