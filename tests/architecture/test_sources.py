@@ -68,6 +68,7 @@ USES_TORCHMETRICS = {"core.muted"}
 
 #: Private names of other people's code, and where they are used. Each is a risk at the next release.
 FOREIGN_PRIVATE: dict[str, set[str]] = {
+    "bench.measure": {"_C", "_current_graph_task_id"},  # torch: which run of the autograd engine a hook is in
     "core.batch": {"_fields", "_replace"},  # named tuples: documented, public in spite of the underscore
     "core.guard": {"_buffers", "_fields"},  # torch.nn.Module, named tuples
     "core.muted": {"_modules"},  # torch.nn.Module
