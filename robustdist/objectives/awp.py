@@ -46,6 +46,7 @@ class AWP(Objective):
         self.gamma = gamma
         self.needs_second_pass = gamma > 0 or self.base.needs_second_pass
         self.attacks_predictions = self.base.attacks_predictions
+        self.needs_double_backward = self.base.needs_double_backward
         self._originals: list[tuple[nn.Parameter, Tensor]] = []
 
     def adapt(self, attack: Attack) -> Attack:
@@ -71,7 +72,9 @@ class AWP(Objective):
         if loss is None:
             return None
         moved = [
-            (name, p) for name, p in context.named_parameters() if p.requires_grad and p.dim() > 1 and "weight" in name
+            (name, p)
+            for name, p in context.module.named_parameters()
+            if p.requires_grad and p.dim() > 1 and "weight" in name
         ]
         grads: tuple[Tensor | None, ...] = torch.autograd.grad(loss, [p for _, p in moved], allow_unused=True)
         with torch.no_grad():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from robustdist.attacks.base import Attack, Problem
+from robustdist.core.compiled import check_double_backward
 from robustdist.core.forward import as_logits, guarded_logits
 from robustdist.core.rng import Noise
 
@@ -34,10 +35,10 @@ class ObjectiveContext:
         problem: Returns the inner problem in pixel units, with logits that keep their graph, for objectives that
             differentiate through it; called once per batch, its noise is that of the attack.
         from_pixels: Maps pixel inputs back to the units of ``x``, differentiably.
-        named_parameters: Names and parameters of the module.
+        module: The module in training, for objectives that read or move its weights.
         step_factor: What a guard made of the attack's step: ``attack`` and ``problem`` hold it, objectives with a step
             rule of their own multiply by it.
-        logs: Scalars that the objective wants logged under ``robust/``.
+        logs: Scalars that the objective wants logged: under ``robust/``, or as it is for a key with a slash.
     """
 
     x: Tensor
@@ -49,7 +50,7 @@ class ObjectiveContext:
     reference: Callable[[Tensor], Tensor]
     problem: Callable[[], Problem]
     from_pixels: Callable[[Tensor], Tensor]
-    named_parameters: Callable[[], Iterator[tuple[str, nn.Parameter]]]
+    module: nn.Module
     step_factor: float = 1.0
     logs: dict[str, Tensor] = field(default_factory=dict)
 
@@ -65,6 +66,17 @@ class Objective(ABC):
     needs_second_pass = False
     #: Whether the inner problem takes the model's own logits on the clean inputs (``reference``) in place of targets.
     attacks_predictions = False
+    #: Whether the loss holds a derivative already, so that its backward pass differentiates twice.
+    needs_double_backward = False
+
+    def check_module(self, module: nn.Module) -> None:
+        """Refuse a module that this objective cannot train; called before training.
+
+        Raises:
+            UsageError: If the backward pass is compiled and the objective differentiates twice.
+        """
+        if self.needs_double_backward:
+            check_double_backward(module, f"objective={type(self).__name__}")
 
     def adapt(self, attack: Attack) -> Attack:
         """Return the inner maximiser of this objective, made from the user's attack; by default that attack."""
@@ -99,7 +111,11 @@ class Objective(ABC):
             loss_fn: Ordinary loss of (logits, y), a scalar.
             rank: Global rank, part of the attack's random key.
             step: Number of this call, part of the attack's random key.
+
+        Raises:
+            UsageError: If the objective cannot train ``model``, or the attack does not fit ``x`` and ``y``.
         """
+        self.check_module(model)
         inner = self.adapt(attack)
 
         def loss_and_logits(inputs: Tensor) -> tuple[Tensor, Tensor]:
@@ -116,7 +132,7 @@ class Objective(ABC):
             reference=lambda x: guarded_logits(model, model, x, inner.model_mode),
             problem=lambda: inner.problem(model, x, y, Noise(inner.seed, rank, step)),
             from_pixels=lambda pixels: inner.from_pixels(pixels, x),
-            named_parameters=model.named_parameters,
+            module=model,
         )
         loss = self.compute(context)
         assert loss is not None  # only a user's training_step can skip a batch

@@ -33,9 +33,9 @@ class FastBAT(Objective):
     The step :math:`s` is not scale free: the constant of the released code (5000/255 up to a radius of 8/255 and
     2000/255 above it, for summed cross-entropy on CIFAR-10) is a weak attack where a confident net has small gradients.
     ``step="relative"`` therefore scales every sample's step to its gradient, so that its mean absolute entry moves by
-    ``step_factor`` radii. Logged: ``robust/interior_fraction`` (share of :math:`H`) and ``robust/ig_ratio`` (size of
-    the implicit part over the direct one, in the inputs). Needs double backward; compiled backward passes do not have
-    it.
+    ``step_factor`` radii. Logged: ``fast_bat/interior_fraction`` (share of :math:`H`) and ``fast_bat/ig_ratio`` (size
+    of the implicit part over the direct one, in the inputs). Needs double backward: compiled modules and compiled
+    autograd are refused, unless ``implicit_weight=0``.
 
     Args:
         step: "relative", "paper", or a number :math:`s`.
@@ -43,7 +43,7 @@ class FastBAT(Objective):
         implicit_weight: :math:`1/\lambda` of the implicit term; 0.1 in the released code, 0 leaves it out.
 
     Raises:
-        UsageError: If an argument is out of range or the norm is not linf.
+        UsageError: If an argument is out of range, the norm is not linf or the module is compiled.
 
     References:
         Zhang et al., "Revisiting and Advancing Fast Adversarial Training Through the Lens of Bi-Level Optimization".
@@ -59,7 +59,7 @@ class FastBAT(Objective):
             )
         self.step_factor = step_factor
         self.implicit_weight = implicit_weight
-        self.needs_second_pass = implicit_weight > 0
+        self.needs_second_pass = self.needs_double_backward = implicit_weight > 0
 
     def compute(self, context: ObjectiveContext) -> Tensor | None:
         """Return the loss whose gradient is the bi-level one."""
@@ -89,8 +89,8 @@ class FastBAT(Objective):
         interior = (delta.detach() > low + _INTERIOR) & (delta.detach() < high - _INTERIOR)
         (sensitivity,) = torch.autograd.grad(loss, delta, retain_graph=True)
         implicit = (interior * sensitivity * self.implicit_weight).detach()
-        context.logs["interior_fraction"] = interior.float().mean()
-        context.logs["ig_ratio"] = implicit.norm() / sensitivity.norm().clamp(min=1e-30)
+        context.logs["fast_bat/interior_fraction"] = interior.float().mean()
+        context.logs["fast_bat/ig_ratio"] = implicit.norm() / sensitivity.norm().clamp(min=1e-30)
         # grad is that of the loss, the negative of the attack loss: hence the plus
         return loss + (grad * implicit).sum()
 

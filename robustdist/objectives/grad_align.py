@@ -22,15 +22,15 @@ class GradAlign(Objective):
 
     As in the released code :math:`g(x)` is detached and samples whose gradient vanishes are left out; here the
     point :math:`x + \eta` stays inside the image box. Needs double backward: eager convolutions have it, most fused
-    attention kernels and compiled backward passes do not. The published weights, exp(eps ln(10)/8 + ln 0.02) for eps
-    in 1/255, belong to CIFAR-10.
+    attention kernels do not, and compiled modules are refused. The published weights, exp(eps ln(10)/8 + ln 0.02) for
+    eps in 1/255, belong to CIFAR-10.
 
     Args:
         weight: Weight :math:`\lambda` of the regulariser, at least 0.
         step_factor: Length of the FGSM step over the radius.
 
     Raises:
-        UsageError: If ``weight`` is negative.
+        UsageError: If ``weight`` is negative or the module is compiled.
 
     References:
         Andriushchenko and Flammarion, "Understanding and Improving Fast Adversarial Training".
@@ -40,7 +40,7 @@ class GradAlign(Objective):
         if not 0 <= weight < float("inf"):
             raise UsageError(f"weight={weight} must be a finite number that is not negative")
         self.weight = weight
-        self.needs_second_pass = weight > 0
+        self.needs_second_pass = self.needs_double_backward = weight > 0
         self.step_factor = step_factor
         self._single_step = FGSMRS(step_factor)
 

@@ -70,6 +70,7 @@ USES_TORCHMETRICS = {"core.muted"}
 FOREIGN_PRIVATE: dict[str, set[str]] = {
     "bench.measure": {"_C", "_current_graph_task_id"},  # torch: which run of the autograd engine a hook is in
     "core.batch": {"_fields", "_replace"},  # named tuples: documented, public in spite of the underscore
+    "core.compiled": {"_compiled_call_impl", "_torchdynamo_orig_callable"},  # what torch.compile leaves behind
     "core.guard": {"_buffers", "_fields"},  # torch.nn.Module, named tuples
     "core.muted": {"_modules"},  # torch.nn.Module
     "callbacks.robust_evaluation": {"_generate_state_key"},  # Callback

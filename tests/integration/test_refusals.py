@@ -9,9 +9,9 @@ from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from robustdist.attacks import PGD
 from robustdist.callbacks import AdversarialTraining, RobustEvaluation
 from robustdist.errors import UsageError
-from robustdist.objectives import DAT, PGDAT
+from robustdist.objectives import AWP, DAT, PGDAT, FastBAT, GradAlign
 
-from .support import Classifier, loader, make_trainer, shares
+from .support import Classifier, Quiet, loader, make_trainer, shares
 
 
 class FSDPStrategy(SingleDeviceStrategy):
@@ -125,3 +125,26 @@ def test_both_processes_end_when_the_images_of_one_do_not_fit(tmp_path, images, 
         torch.multiprocessing.ProcessRaisedException, match=rf"UsageError.*200.*bounds.*process {bad_rank}"
     ):
         getattr(trainer, verb)(module, *([] if verb == "fit" else [loader(x, y, batch_size=1)]))
+
+
+@pytest.mark.parametrize("objective", [FastBAT(), GradAlign(), AWP(FastBAT())], ids=repr)
+@pytest.mark.parametrize("whole", [True, False])
+def test_objectives_that_differentiate_twice_refuse_compiled_modules(launch, images, objective, whole):
+    module = Quiet()
+    if whole:
+        module = torch.compile(module, backend="aot_eager")
+    else:
+        module.net.conv = torch.compile(module.net.conv, backend="aot_eager")
+    with pytest.raises(UsageError, match="differentiates twice, but") as caught:
+        launch(module, loader(*images(8)), callbacks=[AdversarialTraining(objective)])
+    assert "\n" not in str(caught.value)
+    name = "the module" if whole else "its part 'net.conv'"
+    assert name in str(caught.value)
+
+
+def test_fast_bat_without_its_implicit_part_takes_a_compiled_module(launch, images):
+    module = Quiet()
+    module.net.conv = torch.compile(module.net.conv, backend="aot_eager")
+    before = module.net.head.weight.detach().clone()
+    launch(module, loader(*images(8)), callbacks=[AdversarialTraining(FastBAT(implicit_weight=0.0))])
+    assert not torch.equal(module.net.head.weight, before)

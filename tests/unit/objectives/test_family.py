@@ -62,7 +62,7 @@ class Row:
 
 DAT_LOGS = frozenset({"clean_loss", "adv_loss"})
 TRADES_OPTIONS: dict[str, Any] = {"logs": frozenset({"divergence"}), "targets": "reference"}
-BAT_LOGS = frozenset({"interior_fraction", "ig_ratio"})
+BAT_LOGS = frozenset({"fast_bat/interior_fraction", "fast_bat/ig_ratio"})
 
 ROWS = [
     Row("PGDAT", PGDAT, ("adv",), "aaat", "PGDAT()", plain=True),
@@ -123,7 +123,8 @@ class Recorder:
     references: list[Tensor] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.weight = nn.Parameter(torch.rand(5, 4))
+        self.module = nn.Linear(4, 5, bias=False)
+        self.weight = self.module.weight
         self.x, self.y = torch.rand(3, 1, 2, 2), torch.tensor([0, 1, 0])
         self.x_adv = self.x + 1
         self.context = ObjectiveContext(
@@ -136,7 +137,7 @@ class Recorder:
             reference=self._reference,
             problem=self._problem,
             from_pixels=lambda pixels: pixels,
-            named_parameters=lambda: iter([("weight", self.weight)]),
+            module=self.module,
         )
 
     def _logits(self, x: Tensor) -> Tensor:

@@ -1,0 +1,43 @@
+"""Try the attack once before anything is trained."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from robustdist._lightning import rank_zero_warn
+from robustdist.callbacks.objective_step import AttackCall, ObjectiveStep
+from robustdist.core.forward import looks_like_probabilities
+from robustdist.errors import RobustDistWarning
+from robustdist.objectives.base import Objective
+
+__all__ = ["rehearse"]
+
+# Share of images without a gradient to follow above which the user is told.
+_NO_GRADIENT_SHARE = 0.1
+
+
+def rehearse(step: ObjectiveStep, objective: Objective) -> None:
+    """Attack the first batch, so that what does not fit is said before the first update.
+
+    Raises:
+        UsageError: If inputs, targets or module do not fit the attack.
+    """
+    # with the whole radius: a ramp begins with next to nothing
+    step = replace(step, call=AttackCall(step.call.rank, 0))
+    logits = step.reference(step.x)
+    targets = logits if objective.attacks_predictions else step.y
+    result = step.run_attack(step.x, targets)
+    share = result.no_gradient.float().mean().item() if len(step.x) else 0.0
+    if looks_like_probabilities(logits):
+        rank_zero_warn(
+            "the model returns probabilities, not logits, whose gradient vanishes where the model is sure "
+            f"({share:.0%} of these images now): leave softmax to the loss, or name the part that returns logits "
+            "with the option forward",
+            category=RobustDistWarning,
+        )
+    elif share > _NO_GRADIENT_SHARE:
+        rank_zero_warn(
+            f"{share:.0%} of the first images have no input gradient to follow: the attack is blind there "
+            "(huge logits or a part without gradient); try attack_loss='margin'",
+            category=RobustDistWarning,
+        )
