@@ -2,35 +2,30 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
-from pathlib import Path
+from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from robustdist._lightning import (
-    Callback,
-    LightningModule,
-    Trainer,
-    check_same_package,
-    rank_zero_debug,
-    rank_zero_info,
-    rank_zero_warn,
-)
+from robustdist._lightning import Callback, LightningModule, Trainer, rank_zero_debug, rank_zero_warn
 from robustdist.attacks.base import Attack
 from robustdist.attacks.pgd import PGD
+from robustdist.callbacks.evaluation_report import ReportContext, accuracies, log_accuracies, publish
+from robustdist.callbacks.evaluation_setup import (
+    attack_context,
+    check_attacks,
+    check_combination,
+    check_report_dir,
+    warn_about_patience,
+)
 from robustdist.core.batch import BatchAdapter
 from robustdist.core.forward import Forward, bind_forward
-from robustdist.core.ranks import failing_together
-from robustdist.core.redirect import check_module_can_be_called
-from robustdist.core.sharding import Shard, fingerprint, flatten_loaders, shard_of
+from robustdist.core.ranks import failing_together, gathered
+from robustdist.core.sharding import flatten_loaders, shard_of
 from robustdist.errors import RobustDistWarning, UsageError
-from robustdist.evaluation import RobustTally
-from robustdist.report import EvaluationResult, Examples, wilson_interval, write_report
-from robustdist.report.loggers import log_figures
+from robustdist.evaluation.counter import BatchCounter
+from robustdist.evaluation.tally import RobustTally
+from robustdist.report import EvaluationResult, Examples
 
 __all__ = ["RobustEvaluation"]
 
@@ -83,21 +78,8 @@ class RobustEvaluation(Callback):
         num_examples: int = 6,
         prefix: str = "robust",
     ) -> None:
-        if attacks is not None and (not isinstance(attacks, Mapping) or not attacks):
-            raise UsageError("attacks must map names to attacks, for example {'pgd20': PGD(steps=20)}")
-        for name, attack in (attacks or {}).items():
-            if not isinstance(attack, Attack):
-                raise UsageError(f"attacks[{name!r}]={attack!r} is not an attack of robustdist.attacks: create one")
-            if name == "clean" or "/" in name:
-                raise UsageError(
-                    f"attacks[{name!r}] would be logged as another key: choose a name without slashes, not clean"
-                )
-            if attack.targeted:
-                raise UsageError(
-                    f"attacks[{name!r}] is targeted, but an evaluation knows only true labels: use an untargeted attack"
-                )
-        if report_dir is not None and Path(report_dir).is_file():
-            raise UsageError(f"report_dir={report_dir!r} is a file: choose a folder")
+        check_attacks(attacks)
+        check_report_dir(report_dir)
         for option, value in (("every_n_epochs", every_n_epochs), ("max_samples", max_samples)):
             if value is not None and value < 1:
                 raise UsageError(f"{option}={value} must be at least 1")
@@ -115,19 +97,12 @@ class RobustEvaluation(Callback):
         self.examples: Examples | None = None
         #: One entry per evaluated epoch of fit: "epoch", "clean_acc", "acc", "<name>_acc".
         self.history: list[dict[str, float]] = []
-        #: What a report shows beside the result: other models by name, the name of this one, training times, a title.
-        self.comparison: dict[str, EvaluationResult] = {}
-        self.label = "this model"
-        self.train_seconds: dict[str, float] = {}
-        self.checkpoint: str | None = None
-        self.title = "Robust evaluation"
-        self._tally: RobustTally | None = None
-        self._places: dict[int, int] = {}
-        self._stage = ""
+        #: What the report shows beside the result.
+        self.context = ReportContext()
+        self._counter: BatchCounter | None = None
+        self._everywhere = False
         self._warned: set[str] = set()
         self._switched_loop: Any = None
-        self._shards: list[Shard] = []
-        self._batch: tuple[Any, Tensor, Any] | None = None
         self._logged: dict[str, float] = {}
 
     @property
@@ -149,11 +124,11 @@ class RobustEvaluation(Callback):
         if stage == "predict":
             return
         with failing_together():
-            self._check_combination(trainer, pl_module)
+            check_combination(trainer, pl_module, self.prefix, RobustEvaluation)
         self._warned, self.result, self.examples = set(), None, None
-        self._stage = "test" if stage == "test" else "validation"
+        self.context.stage = "test" if stage == "test" else "validation"
         if stage == "fit":
-            self._check_monitors(trainer)
+            warn_about_patience(trainer, self.prefix, self.every_n_epochs)
             if trainer.global_step == 0:
                 # a new training; a checkpoint is restored after this
                 self.history, self._logged = [], {}
@@ -163,23 +138,6 @@ class RobustEvaluation(Callback):
             loop.inference_mode = False
             self._switched_loop = loop
             rank_zero_debug("RobustEvaluation: evaluation runs under no_grad instead of inference_mode")
-
-    def _check_combination(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        check_same_package(pl_module)
-        check_module_can_be_called(trainer.strategy, option="RobustEvaluation")
-        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        others = [callback for callback in callbacks if isinstance(callback, RobustEvaluation)]
-        if sum(callback.prefix == self.prefix for callback in others) > 1:
-            raise UsageError(
-                f"two RobustEvaluation callbacks log as {self.prefix}/acc, and Lightning would average them: "
-                "give one of them another prefix, or put all attacks into one"
-            )
-        for step in (pl_module.validation_step, pl_module.test_step):
-            if "dataloader_iter" in inspect.signature(step).parameters:
-                raise UsageError(
-                    f"RobustEvaluation needs the batch, but {step.__name__}(dataloader_iter) fetches its own: "
-                    f"write {step.__name__}(self, batch, batch_idx)"
-                )
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Give the evaluation loop its setting back."""
@@ -220,11 +178,11 @@ class RobustEvaluation(Callback):
         dataloader_idx: int = 0,
     ) -> None:
         """Attack the batch."""
-        self._update(trainer, pl_module, dataloader_idx)
+        self._count(trainer, pl_module, dataloader_idx)
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the accuracies of the epoch."""
-        if self._tally is not None:
+        if self._counter is not None:
             self._finish(trainer, pl_module)
             if trainer.state.fn == "fit":
                 self._remember(trainer)
@@ -254,7 +212,7 @@ class RobustEvaluation(Callback):
         dataloader_idx: int = 0,
     ) -> None:
         """Attack the batch."""
-        self._update(trainer, pl_module, dataloader_idx)
+        self._count(trainer, pl_module, dataloader_idx)
 
     def on_test_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the accuracies."""
@@ -274,18 +232,21 @@ class RobustEvaluation(Callback):
         self._report(trainer)
 
     def _begin(self, trainer: Trainer, pl_module: LightningModule, loaders: Any, *, due: bool) -> None:
-        flat = flatten_loaders(loaders)
-        self._shards = [shard_of(loader, trainer.global_rank, trainer.world_size) for loader in flat]
-        self._places = {}
-        self._tally = RobustTally(self.attacks, self.num_examples) if due else None
-        shared = [place for place, shard in enumerate(self._shards) if shard.keep_every > 1]
-        if due and shared:
-            # every process walks through a whole data set: is it the same one, or the share of each?
-            prints = torch.tensor([fingerprint(flat[place]) for place in shared], device=pl_module.device)
-            highest = trainer.strategy.reduce(torch.stack([prints, -prints]), reduce_op="max")
-            for place, differs in zip(shared, (highest[0] != -highest[1]).tolist(), strict=True):
-                if differs:
-                    self._shards[place] = Shard(trainer.world_size, trainer.global_rank, exact=False)
+        shards = [shard_of(loader, trainer.global_rank, trainer.world_size) for loader in flatten_loaders(loaders)]
+        # a distributed sampler gives every process a first batch; otherwise nobody may wait for the others
+        self._everywhere = trainer.world_size > 1 and all(shard.length is not None for shard in shards)
+        self._counter = None
+        if due:
+            self._counter = BatchCounter(
+                RobustTally(self.attacks, self.num_examples),
+                loaders,
+                rank=trainer.global_rank,
+                world_size=trainer.world_size,
+                gather=gathered,
+                adapter=self.adapter,
+                forward=self.forward,
+                max_samples=self.max_samples,
+            )
 
     def _is_due(self, trainer: Trainer) -> bool:
         if trainer.sanity_checking:
@@ -299,72 +260,33 @@ class RobustEvaluation(Callback):
         gap = epoch - self.history[-1]["epoch"]
         return gap == 0 or gap >= self.every_n_epochs
 
-    def _check_monitors(self, trainer: Trainer) -> None:
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            patience = getattr(callback, "patience", None)
-            monitored = str(getattr(callback, "monitor", None)).startswith(f"{self.prefix}/")
-            if monitored and patience is not None and patience < self.every_n_epochs:
-                rank_zero_warn(
-                    f"{type(callback).__name__} stops after {patience} epochs without a better {callback.monitor}, but "
-                    f"every_n_epochs={self.every_n_epochs} is less often: raise patience or lower every_n_epochs",
-                    category=RobustDistWarning,
-                )
-
     def _check(self, trainer: Trainer, pl_module: LightningModule, batch: Any) -> None:
-        # a distributed sampler gives every process a first batch; otherwise nobody may wait for the others
-        everywhere = all(shard.length is not None for shard in self._shards) and trainer.world_size > 1
-        with failing_together() if everywhere else nullcontext():
+        with failing_together() if self._everywhere else nullcontext():
             x, y, *_ = self.adapter.locate(batch)
-            with _attack_context(trainer, pl_module.device):
+            with attack_context(trainer, pl_module.device):
                 RobustTally(self.attacks).check(pl_module, bind_forward(pl_module, self.forward, batch), x, y)
 
     def _keep(self, batch: Any) -> None:
-        if self._tally is not None:
-            # a step may take entries out of its batch, or write into its tensors
-            x, y, *_ = self.adapter.locate(batch)
-            x, y = x.clone(), y.clone() if isinstance(y, Tensor) else y
-            self._batch = self.adapter.replace(batch, x), x, y
+        if self._counter is not None:
+            self._counter.keep(batch)
 
-    def _update(self, trainer: Trainer, pl_module: LightningModule, dataloader_idx: int) -> None:
-        if self._tally is None or self._batch is None:
+    def _count(self, trainer: Trainer, pl_module: LightningModule, dataloader_idx: int) -> None:
+        if self._counter is None:
             return
-        (batch, x, y), self._batch = self._batch, None
-        shard = self._shards[dataloader_idx]
-        # several loaders at once: which of them hands out this input cannot be told
-        combined = len(self._shards) > 1 and len(self.adapter.locate(batch).input_path) > 1
-        if combined or not shard.exact:
-            self._tally.mark_uncertain()
+        self._counter.count(pl_module, dataloader_idx, attack_context(trainer, pl_module.device))
+        if self._counter.uncertain:
             self._warn_once(
                 "sampler",
                 "RobustEvaluation cannot tell how the sampler spreads samples over batches and processes: some may "
                 "be counted twice; use a DistributedSampler, or no sampler of your own",
             )
-        start = self._places.get(dataloader_idx, 0)
-        self._places[dataloader_idx] = start + len(x)
-        ids = shard.sample_ids(start, len(x))
-        if self.max_samples is not None:
-            ids = [None if sample_id is None or sample_id >= self.max_samples else sample_id for sample_id in ids]
-        counted = [row for row, sample_id in enumerate(ids) if sample_id is not None]
-        if not counted:
-            return
-        forward = bind_forward(pl_module, self.forward, batch)
-        whole_batch = callable(self.forward)
-        if not whole_batch and len(counted) < len(x):
-            x, y, ids = x[counted], y[counted], [ids[row] for row in counted]
-        with _attack_context(trainer, pl_module.device):
-            self._tally.update(pl_module, forward, x, y, ids, whole_batch=whole_batch)
 
     def _finish(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        assert self._tally is not None
-
-        def reduce(tensor: Tensor, operation: str) -> Tensor:
-            reduced = trainer.strategy.reduce(tensor.to(pl_module.device), reduce_op=operation)
-            return torch.as_tensor(reduced).cpu()
-
-        self._tally.reduce(reduce)
-        self.result = self._tally.result()
-        self.examples = self._tally.examples
-        self._tally = None
+        assert self._counter is not None
+        tally, self._counter = self._counter.tally, None
+        tally.reduce(gathered)
+        self.result = tally.result()
+        self.examples = tally.examples
         for name in ("gradient", "logits"):
             check = self.result.checks[name]
             if not check.passed:
@@ -374,22 +296,9 @@ class RobustEvaluation(Callback):
                     + ("" if name == "gradient" else f" instead of logits; {self.result.checks['gradient'].detail}")
                     + ". Let the model return logits (option forward) or attack with attack_loss='margin'",
                 )
-        self._log(pl_module, self.result)
-
-    def _log(self, pl_module: LightningModule, result: EvaluationResult) -> None:
-        low, high = wilson_interval(result.num_robust, result.num_samples)
-        values = {"clean_acc": result.clean_acc, "acc": result.robust_acc, "acc_low": low, "acc_high": high}
-        values.update({f"{name}_acc": result.attack_acc(name) for name in result.attacks})
+        values = accuracies(self.result)
         self._logged = {f"{self.prefix}/{name}": value for name, value in values.items()}
-        for name, value in values.items():
-            # equal on all ranks already; sync_dist only keeps Lightning from warning
-            pl_module.log(
-                f"{self.prefix}/{name}",
-                torch.tensor(value, device=pl_module.device),
-                prog_bar=name in ("clean_acc", "acc"),
-                sync_dist=True,
-                batch_size=result.num_samples,
-            )
+        log_accuracies(pl_module, values, self.prefix, self.result.num_samples)
 
     def _remember(self, trainer: Trainer) -> None:
         assert self.result is not None
@@ -403,42 +312,24 @@ class RobustEvaluation(Callback):
         )
 
     def _report(self, trainer: Trainer) -> None:
-        if self.result is None or not trainer.is_global_zero:
-            return
-        if not trainer.fast_dev_run:  # type: ignore[attr-defined]
-            step = trainer.global_step
-            log_figures(trainer.loggers, self.history, self.examples, self.result, step, prefix=self.prefix)
-        if self.report_dir is not None:
-            about = {"model": type(trainer.lightning_module).__name__, "stage": self._stage}
-            if self.checkpoint is not None:
-                about["checkpoint"] = self.checkpoint
-            comparison = {**self.comparison, self.label: self.result} if self.comparison else {}
-            write_report(
-                Path(self.report_dir),
+        if self.result is not None and trainer.is_global_zero:
+            publish(
+                trainer,
                 self.result,
-                history=self.history,
-                examples=self.examples,
-                comparison=comparison,
-                train_seconds=self.train_seconds,
-                about=about,
-                title=self.title,
+                self.examples,
+                self.history,
+                report_dir=self.report_dir,
+                prefix=self.prefix,
+                context=self.context,
             )
-            rank_zero_info(f"robust evaluation: {Path(self.report_dir) / 'report.html'}")
 
     def _release(self) -> None:
         if self._switched_loop is not None:
             self._switched_loop.inference_mode = True
             self._switched_loop = None
-        self._tally = self._batch = None
+        self._counter = None
 
     def _warn_once(self, key: str, message: str) -> None:
         if key not in self._warned:
             self._warned.add(key)
             rank_zero_warn(message, category=RobustDistWarning)
-
-
-@contextmanager
-def _attack_context(trainer: Trainer, device: torch.device) -> Iterator[None]:
-    """Run forward passes as the precision plugin does, with the default dtype of "true" precisions, but no autocast."""
-    with trainer.precision_plugin.val_step_context(), torch.autocast(device.type, enabled=False):
-        yield

@@ -117,14 +117,14 @@ class RobustCLI(LightningCLI):
         evaluation = self.trainer.judge(report.attacks, report.dir, report.max_samples)
         evaluation.history = self._history(Path(report.dir) / "report.json")
         if self._control is not None:
-            evaluation.comparison = {self._ORDINARY: self._control[0]}
-            evaluation.label = self._ADVERSARIAL
-            evaluation.train_seconds = seconds = {self._ORDINARY: self._control[1], **seconds}
-        evaluation.title = f"Robust evaluation of {type(self.model).__name__}"
+            evaluation.context.comparison = {self._ORDINARY: self._control[0]}
+            evaluation.context.label = self._ADVERSARIAL
+            evaluation.context.train_seconds = seconds = {self._ORDINARY: self._control[1], **seconds}
+        evaluation.context.title = f"Robust evaluation of {type(self.model).__name__}"
         result = self.trainer.evaluate_with(
             evaluation, self.model, datamodule=self.datamodule, ckpt_path=self.trainer.best_checkpoint
         )
-        self._print(result, evaluation.comparison, seconds, report.dir)
+        self._print(result, evaluation.context.comparison, seconds, report.dir)
 
     def after_evaluate(self) -> None:
         """Print the result of ``evaluate``."""
@@ -177,7 +177,7 @@ class RobustCLI(LightningCLI):
             self.trainer.fit(self.model, datamodule=self.datamodule)
             seconds = Stopwatch.read(self.trainer)
             evaluation = self.trainer.judge(report.attacks, str(folder), report.max_samples)
-            evaluation.title = f"Control: {self._ORDINARY} of {type(self.model).__name__}"
+            evaluation.context.title = f"Control: {self._ORDINARY} of {type(self.model).__name__}"
             # the last weights: a monitor of robust accuracy would pick an epoch before the model learnt anything
             return self.trainer.evaluate_with(evaluation, self.model, datamodule=self.datamodule), seconds
         finally:

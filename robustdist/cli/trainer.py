@@ -94,7 +94,7 @@ class RobustTrainer(Trainer):
         ckpt_path: str | None = None,
     ) -> EvaluationResult:
         """Run ``test`` with ``evaluation`` in the place of the configured ones; arguments as in :meth:`evaluate`."""
-        evaluation.checkpoint = ckpt_path
+        evaluation.context.checkpoint = ckpt_path
         kept = list(self.callbacks)
         self.callbacks = [callback for callback in kept if not isinstance(callback, RobustEvaluation)] + [evaluation]
         try:

@@ -4,12 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 import torch.distributed as dist
 
 from robustdist.errors import UsageError
 
-__all__ = ["failing_together"]
+__all__ = ["failing_together", "gathered"]
+
+T = TypeVar("T")
+
+
+def gathered(value: T) -> list[T]:
+    """Return the ``value`` of every process, in the order of ranks; it must be picklable.
+
+    A collective of the default group: all processes must enter. Without a group the list has one entry.
+    """
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return [value]
+    values: list[T | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values  # type: ignore[return-value]
 
 
 @contextmanager
@@ -24,13 +39,10 @@ def failing_together() -> Iterator[None]:
         yield
     except UsageError as error:
         own = error
-    message = None if own is None else str(own)
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-        messages: list[str | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(messages, message)
-        message = next((f"{text} (process {rank})" for rank, text in enumerate(messages) if text is not None), None)
-        if len(set(messages)) == 1:
-            message = messages[0]
+    messages = gathered(None if own is None else str(own))
+    message = next((f"{text} (process {rank})" for rank, text in enumerate(messages) if text is not None), None)
+    if len(set(messages)) == 1:
+        message = messages[0]
     if message is not None:
         together = UsageError(message)
         together.shared = True

@@ -9,7 +9,17 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["AttackScore", "Check", "EvaluationResult", "Examples", "wilson_interval"]
+__all__ = [
+    "AttackScore",
+    "Check",
+    "ClassScore",
+    "CurvePoint",
+    "EvaluationResult",
+    "Examples",
+    "SavedScore",
+    "Step",
+    "wilson_interval",
+]
 
 
 def wilson_interval(successes: int, trials: int, z: float = 1.959964) -> tuple[float, float]:
@@ -45,10 +55,54 @@ class AttackScore:
 
 @dataclass(frozen=True)
 class Check:
-    """One test of the evaluation itself."""
+    """One test of the evaluation itself: passed, failed, or (``passed`` is None) not run; ``detail`` says why."""
 
-    passed: bool
+    passed: bool | None
     detail: str
+
+
+@dataclass(frozen=True)
+class ClassScore:
+    """The samples of one class: how many there are, are right without attack, and stay right under every attack."""
+
+    label: int
+    num_samples: int
+    num_clean: int
+    num_robust: int
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of the waterfall: how many samples are still right after it."""
+
+    name: str
+    num_robust: int
+
+
+@dataclass(frozen=True)
+class CurvePoint:
+    """Accuracy of a subset under one attack: ``num_right`` of ``num_samples`` at ``value`` (radius, steps, ...)."""
+
+    value: float
+    num_right: int
+    num_samples: int
+
+
+@dataclass(frozen=True)
+class SavedScore:
+    """Saved adversarial examples measured again from their file.
+
+    Attributes:
+        file: Name of the file in the folder of the report.
+        num_samples: Examples in it.
+        num_right: Examples still classified correctly as saved, in float32.
+        num_right_8bit: The same after rounding to the nearest of 256 levels; None where pixels have no range.
+    """
+
+    file: str
+    num_samples: int
+    num_right: int
+    num_right_8bit: int | None
 
 
 @dataclass(frozen=True)
@@ -72,8 +126,14 @@ class EvaluationResult:
         num_robust: Samples classified correctly without attack and under every attack.
         attacks: Score of each attack by name.
         threat_model: ``norm``, ``eps`` and ``bounds`` shared by the attacks.
-        checks: Tests of the evaluation itself, by name.
+        checks: Tests of the evaluation itself, by name; also those that were not run.
         seed: Seed of the attacks.
+        classes: One entry per class that occurs, in the order of labels.
+        waterfall: From clean through all attacks in order: what was still right after each.
+        curves: Accuracy of a subset against "eps", "steps" and "restarts", where measured.
+        precision: Number format of the inputs that were attacked, for example "float32".
+        model_hash: Hash of all weights and buffers that were judged.
+        saved: Saved adversarial examples, measured again.
     """
 
     num_samples: int
@@ -83,6 +143,12 @@ class EvaluationResult:
     threat_model: dict[str, Any]
     checks: dict[str, Check] = field(default_factory=dict)
     seed: int = 0
+    classes: list[ClassScore] = field(default_factory=list)
+    waterfall: list[Step] = field(default_factory=list)
+    curves: dict[str, list[CurvePoint]] = field(default_factory=dict)
+    precision: str | None = None
+    model_hash: str | None = None
+    saved: SavedScore | None = None
 
     @property
     def clean_acc(self) -> float:
@@ -98,8 +164,13 @@ class EvaluationResult:
         """Share of samples that stay right under one attack."""
         return self.attacks[name].num_robust / max(1, self.num_samples)
 
+    @property
+    def failed_checks(self) -> list[str]:
+        """Names of the checks that were run and did not pass."""
+        return [name for name, check in self.checks.items() if check.passed is False]
+
     def to_dict(self) -> dict[str, Any]:
-        """Return the content of ``report.json``."""
+        """Return the content of ``report.json``; checks that were not run stand apart, under "checks_not_run"."""
         return {
             "clean_acc": self.clean_acc,
             "robust_acc": self.robust_acc,
@@ -116,14 +187,30 @@ class EvaluationResult:
                 }
                 for name, score in self.attacks.items()
             },
-            "checks": {name: asdict(check) for name, check in self.checks.items()},
+            "checks": {name: asdict(check) for name, check in self.checks.items() if check.passed is not None},
+            "checks_not_run": {name: check.detail for name, check in self.checks.items() if check.passed is None},
             "seed": self.seed,
+            "precision": self.precision,
+            "model_hash": self.model_hash,
+            "classes": [
+                asdict(score) | {"robust_interval": list(wilson_interval(score.num_robust, score.num_samples))}
+                for score in self.classes
+            ],
+            "waterfall": [asdict(step) for step in self.waterfall],
+            "curves": {
+                name: [asdict(point) | {"interval": list(_interval(point))} for point in points]
+                for name, points in self.curves.items()
+            },
+            "saved": None if self.saved is None else asdict(self.saved),
         }
 
     @classmethod
     def from_dict(cls, report: Mapping[str, Any]) -> EvaluationResult:
         """Return the result that :meth:`to_dict` wrote."""
         total = report["num_samples"]
+        checks = {name: Check(**entry) for name, entry in report["checks"].items()}
+        checks |= {name: Check(None, detail) for name, detail in report.get("checks_not_run", {}).items()}
+        saved = report.get("saved")
         return cls(
             num_samples=total,
             num_clean=round(report["clean_acc"] * total),
@@ -133,6 +220,23 @@ class EvaluationResult:
                 for name, entry in report["attacks"].items()
             },
             threat_model=report["threat_model"],
-            checks={name: Check(**entry) for name, entry in report["checks"].items()},
+            checks=checks,
             seed=report["seed"],
+            classes=[ClassScore(**_without(entry, "robust_interval")) for entry in report.get("classes", [])],
+            waterfall=[Step(**entry) for entry in report.get("waterfall", [])],
+            curves={
+                name: [CurvePoint(**_without(entry, "interval")) for entry in points]
+                for name, points in report.get("curves", {}).items()
+            },
+            precision=report.get("precision"),
+            model_hash=report.get("model_hash"),
+            saved=None if saved is None else SavedScore(**saved),
         )
+
+
+def _interval(point: CurvePoint) -> tuple[float, float]:
+    return wilson_interval(point.num_right, point.num_samples)
+
+
+def _without(entry: Mapping[str, Any], name: str) -> dict[str, Any]:
+    return {key: value for key, value in entry.items() if key != name}

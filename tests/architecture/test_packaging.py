@@ -44,7 +44,7 @@ PUBLIC = {
         "ObjectiveContext",
     ],
     "robustdist.optim": ["LALR"],
-    "robustdist.evaluation": ["RobustTally"],
+    "robustdist.evaluation": ["Records", "RobustTally", "SavedExamples", "load_examples", "remeasure"],
     "robustdist.configs": ["path"],
     "robustdist.cli": ["main"],
 }  # fmt: skip

@@ -1,0 +1,111 @@
+"""From the batches of loaders to a tally: which rows this process counts, and under which ids."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch import Tensor, nn
+
+from robustdist.core.batch import BatchAdapter
+from robustdist.core.forward import Forward, bind_forward
+from robustdist.core.sharding import Shard, fingerprint, flatten_loaders, shard_of
+from robustdist.evaluation.tally import RobustTally
+
+__all__ = ["BatchCounter"]
+
+
+class BatchCounter:
+    """Feeds the batches of one evaluation loop to a tally.
+
+    Args:
+        tally: Counts.
+        loaders: A loader, or a list or mapping of them.
+        rank: This process.
+        world_size: Number of processes.
+        gather: Returns the value of every process; all of them enter.
+        adapter: Finds input and target in a batch.
+        forward: Which function of a module gives the logits.
+        max_samples: Count only the first samples of each data set; None for all.
+
+    Attributes:
+        uncertain: Whether padded samples could not be told from real ones.
+    """
+
+    def __init__(
+        self,
+        tally: RobustTally,
+        loaders: Any,
+        *,
+        rank: int,
+        world_size: int,
+        gather: Callable[[Any], list[Any]],
+        adapter: BatchAdapter,
+        forward: Forward,
+        max_samples: int | None = None,
+    ) -> None:
+        self.tally = tally
+        self.adapter = adapter
+        self.forward = forward
+        self.max_samples = max_samples
+        self.uncertain = False
+        self.shards = shards_of(loaders, rank, world_size, gather)
+        self._places: dict[int, int] = {}
+        self._batch: tuple[Any, Tensor, Any] | None = None
+
+    @property
+    def whole_batch(self) -> bool:
+        """Whether the forward pass may read more of a batch than the input."""
+        return callable(self.forward)
+
+    def keep(self, batch: Any) -> None:
+        """Keep a batch as it is before the user's step, which may take it apart or write into it."""
+        x, y, *_ = self.adapter.locate(batch)
+        x, y = x.clone(), y.clone() if isinstance(y, Tensor) else y
+        self._batch = self.adapter.replace(batch, x), x, y
+
+    def count(self, module: nn.Module, loader: int, context: AbstractContextManager[None]) -> None:
+        """Attack the batch that was kept and count it.
+
+        Args:
+            module: The module to judge.
+            loader: Place of the loader that the batch is from.
+            context: Entered for all forward passes.
+        """
+        if self._batch is None:
+            return
+        (batch, x, y), self._batch = self._batch, None
+        shard = self.shards[loader]
+        # several loaders at once: which of them hands out this input cannot be told
+        combined = len(self.shards) > 1 and len(self.adapter.locate(batch).input_path) > 1
+        if combined or not shard.exact:
+            self.tally.mark_uncertain()
+            self.uncertain = True
+        start = self._places.get(loader, 0)
+        self._places[loader] = start + len(x)
+        ids = shard.sample_ids(start, len(x))
+        if self.max_samples is not None:
+            ids = [None if sample_id is None or sample_id >= self.max_samples else sample_id for sample_id in ids]
+        counted = [row for row, sample_id in enumerate(ids) if sample_id is not None]
+        if not counted:
+            return
+        forward = bind_forward(module, self.forward, batch)
+        if not self.whole_batch and len(counted) < len(x):
+            x, y, ids = x[counted], y[counted], [ids[row] for row in counted]
+        with context:
+            self.tally.update(module, forward, x, y, ids, loader=loader, whole_batch=self.whole_batch)
+
+
+def shards_of(loaders: Any, rank: int, world_size: int, gather: Callable[[Any], list[Any]]) -> list[Shard]:
+    """Return how each loader spreads its data set over the processes; a collective."""
+    flat: Sequence[Any] = flatten_loaders(loaders)
+    shards = [shard_of(loader, rank, world_size) for loader in flat]
+    shared = [place for place, shard in enumerate(shards) if shard.keep_every > 1]
+    if shared:
+        # every process walks through a whole data set: is it the same one, or the share of each?
+        everyone = gather([fingerprint(flat[place]) for place in shared])
+        for place, prints in zip(shared, zip(*everyone, strict=True), strict=True):
+            if len(set(prints)) > 1:
+                shards[place] = Shard(world_size, rank, exact=False)
+    return shards
