@@ -6,7 +6,9 @@ from robustdist.attacks.mifgsm import MIFGSM
 from robustdist.attacks.noise_fgsm import NoiseFGSM
 from robustdist.attacks.pgd import PGD
 from robustdist.attacks.schedules import LinearRamp, Piecewise, Schedule
+from robustdist.attacks.token_pgd import TokenPGD
 from robustdist.attacks.torch_attack import TorchAttack
+from robustdist.core.space import Embeddings, Pixels
 
 __all__ = [
     "FGSM",
@@ -14,10 +16,13 @@ __all__ = [
     "PGD",
     "Attack",
     "AttackResult",
+    "Embeddings",
     "LinearRamp",
     "NoiseFGSM",
     "Piecewise",
+    "Pixels",
     "Problem",
     "Schedule",
+    "TokenPGD",
     "TorchAttack",
 ]

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from robustdist.attacks.functional import project
+from robustdist.attacks.functional import ascent_step, distance, project, random_start
 from robustdist.attacks.losses import LOSSES, check_class_indices, checked_loss
 from robustdist.core.forward import as_logits
 from robustdist.core.guard import ordinary_tensors, pure
@@ -105,6 +105,14 @@ class Problem:
     def project(self, x_adv: Tensor) -> Tensor:
         """Return ``x_adv`` projected onto the threat model."""
         return project(x_adv, self.x, self.eps, self.norm, self.bounds)
+
+    def start(self, *tag: int | str) -> Tensor:
+        """Return a random point of the threat model; ``tag`` tells one draw from another."""
+        return random_start(self.x, self.eps, self.norm, self.bounds, self.noise, *tag)
+
+    def ascent(self, grad: Tensor, x_adv: Tensor) -> Tensor:
+        """Return the direction of steepest ascent at ``x_adv``; one step adds ``step_size`` times it."""
+        return ascent_step(grad, x_adv, self.norm, self.bounds)
 
 
 class Attack(ABC):
@@ -299,6 +307,13 @@ class Attack(ABC):
                 raise UsageError(f"{type(self).__name__} has no {name}, which this objective needs to set: use PGD")
             setattr(changed, name, value)
         return changed
+
+    def distance(self, x_adv: Tensor, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Return how far every row of ``x_adv`` is from its row of ``x``, in the units of ``eps``, shape (batch,).
+
+        ``mask`` says which tokens of a sequence are real, for attacks that make a difference.
+        """
+        return distance(self.to_pixels(x_adv), self.to_pixels(x), self.norm)
 
     @property
     def radius(self) -> float | None:

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from robustdist.attacks.base import Attack, Problem
-from robustdist.attacks.functional import ascent_step, random_start
 from robustdist.errors import UsageError
 from robustdist.types import Number, check_count, parse_number
 
@@ -90,11 +89,10 @@ class PGD(Attack):
         if self.random_start and self.start_std is not None:
             x_adv = problem.project(x_adv + self.start_std * problem.noise.normal(x_adv, "start", restart))
         elif self.random_start:
-            x_adv = random_start(x_adv, problem.eps, problem.norm, problem.bounds, problem.noise, restart)
+            x_adv = problem.start(restart)
         for _ in range(self.steps):
             grad = problem.gradient(x_adv)
-            step = ascent_step(grad, x_adv, problem.norm, problem.bounds)
-            x_adv = problem.project(x_adv + problem.step_size * step)
+            x_adv = problem.project(x_adv + problem.step_size * problem.ascent(grad, x_adv))
         return x_adv
 
     def _judge(self, problem: Problem, x_adv: Tensor) -> tuple[Tensor, Tensor]:

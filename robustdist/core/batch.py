@@ -70,10 +70,29 @@ class BatchAdapter:
                 f"input_key={_shown(input_path)!r} is a {what}, not a floating-point tensor: "
                 "convert images to float, or name another entry"
             )
-        target_path = (
-            self._path(batch, self.target_key) if self.target_key is not None else self._guess_target(batch, input_path)
-        )
-        return Located(x, self._get(batch, target_path, "target_key"), input_path, target_path)
+        target_path, y = self.target(batch, input_path)
+        return Located(x, y, input_path, target_path)
+
+    def target(self, batch: Any, input_path: tuple[Key, ...]) -> tuple[tuple[Key, ...], Any]:
+        """Return path and value of the target of ``batch``, whose input is at ``input_path``.
+
+        Raises:
+            UsageError: If it cannot be told.
+        """
+        if self.target_key is not None:
+            return self.entry(batch, self.target_key, "target_key")
+        path = self._guess_target(batch, input_path)
+        return path, self._get(batch, path, "target_key")
+
+    @classmethod
+    def entry(cls, batch: Any, key: Key, option: str) -> tuple[tuple[Key, ...], Any]:
+        """Return path and value of the entry of ``batch`` that the option called ``option`` names.
+
+        Raises:
+            UsageError: If there is none.
+        """
+        path = cls._path(batch, key)
+        return path, cls._get(batch, path, option)
 
     def replace(self, batch: Any, x: Tensor) -> Any:
         """Return a batch like ``batch`` with the input ``x``; containers on the way are copied, tensors are shared."""

@@ -31,8 +31,8 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PUBLIC = {
     "robustdist": ["RobustDistWarning", "UsageError", "__version__"],
     "robustdist.attacks": [
-        "FGSM", "MIFGSM", "PGD", "Attack", "AttackResult", "LinearRamp", "NoiseFGSM", "Piecewise", "Problem",
-        "Schedule", "TorchAttack",
+        "FGSM", "MIFGSM", "PGD", "Attack", "AttackResult", "Embeddings", "LinearRamp", "NoiseFGSM", "Piecewise",
+        "Pixels", "Problem", "Schedule", "TokenPGD", "TorchAttack",
     ],
     "robustdist.callbacks": ["AdversarialTraining", "RobustEvaluation"],
     "robustdist.data": [
@@ -40,8 +40,8 @@ PUBLIC = {
         "PhotoPatchesDataModule", "stratified_split",
     ],
     "robustdist.objectives": [
-        "AWP", "DAT", "FGSMRS", "MART", "NFGSM", "PGDAT", "TRADES", "FastBAT", "GradAlign", "Objective",
-        "ObjectiveContext",
+        "AWP", "DAT", "FGSMRS", "MART", "NFGSM", "PGDAT", "TRADES", "FastBAT", "FreeLB", "GradAlign",
+        "Objective", "ObjectiveContext",
     ],
     "robustdist.optim": ["LALR"],
     "robustdist.evaluation": ["Records", "RobustTally", "SavedExamples", "load_examples", "remeasure"],

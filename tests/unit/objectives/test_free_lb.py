@@ -1,0 +1,80 @@
+"""FreeLB against K separate passes written here."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from robustdist.attacks import PGD, TokenPGD
+from robustdist.core.rng import Noise
+from robustdist.objectives import FreeLB
+
+EPS, ALPHA = 0.4, 0.3
+
+
+def sentences() -> tuple[nn.Module, Tensor, Tensor]:
+    torch.manual_seed(3)
+    net = nn.Sequential(nn.Linear(5, 16), nn.Tanh(), nn.Flatten(), nn.Linear(64, 3))
+    return net, torch.randn(6, 4, 5), torch.randint(0, 3, (6,))
+
+
+def by_hand(net: nn.Module, x: Tensor, y: Tensor, start: Tensor, steps: int) -> list[Tensor]:
+    """K passes with K backward passes, the parameter gradients added up; one token after the other."""
+    total = [torch.zeros_like(parameter) for parameter in net.parameters()]
+    point = start
+    for _ in range(steps):
+        leaf = point.clone().requires_grad_()
+        net.zero_grad()
+        F.cross_entropy(net(leaf), y).backward()
+        for sum_, parameter in zip(total, net.parameters(), strict=True):
+            sum_ += parameter.grad / steps
+        point = point.clone()
+        for row in range(x.shape[0]):
+            for token in range(x.shape[1]):
+                clean, grad = x[row, token], leaf.grad[row, token]
+                unit = math.sqrt(float(clean.square().sum()))
+                delta = point[row, token] + ALPHA * unit * grad / grad.square().sum().sqrt() - clean
+                point[row, token] = clean + delta * min(1.0, EPS * unit / math.sqrt(float(delta.square().sum())))
+    net.zero_grad()
+    return total
+
+
+@pytest.mark.parametrize("steps", [1, 2, 4])
+def test_the_gradient_is_the_mean_over_the_points_of_the_ascent(steps):
+    net, x, y = sentences()
+    attack = TokenPGD(eps=EPS, step_size=ALPHA)
+    start = attack.problem(net, x, y, Noise(0, 2, 5)).start(0)
+    expected = by_hand(copy.deepcopy(net), x, y, start, steps)
+    loss = FreeLB(steps)(net, x, y, attack=attack, rank=2, step=5)
+    loss.backward()
+    for parameter, gradient in zip(net.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-5, atol=1e-6)
+
+
+def test_the_steps_are_its_own_and_the_last_loss_is_larger():
+    net, x, y = sentences()
+    few, many = TokenPGD(eps=EPS, step_size=ALPHA, steps=1), TokenPGD(eps=EPS, step_size=ALPHA, steps=9)
+    losses = [FreeLB(3)(net, x, y, attack=attack) for attack in (few, many)]
+    assert torch.equal(*losses)
+    mean_of_more = FreeLB(6)(net, x, y, attack=few)
+    assert float(mean_of_more.detach()) > float(losses[0].detach())
+
+
+def test_pixels_keep_their_box():
+    """In pixel space the points are those of PGD in its box."""
+    torch.manual_seed(0)
+    seen: list[Tensor] = []
+    net = nn.Sequential(nn.Flatten(), nn.Linear(4, 3))
+    net.register_forward_pre_hook(lambda _, args: seen.append(args[0].detach()))
+    x, y = torch.rand(5, 1, 2, 2), torch.randint(0, 3, (5,))
+    FreeLB(3)(net, x, y, attack=PGD(eps=0.3, step_size=0.2))
+    assert len(seen) == 3
+    for point in seen:
+        assert float((point - x).abs().max()) <= 0.3 + 1e-6
+        assert 0 <= float(point.min()) <= float(point.max()) <= 1
+    assert float((seen[2] - seen[1]).abs().max()) > 0.1
