@@ -23,6 +23,7 @@ __all__ = [
     "ModelCheckpoint",
     "SaveConfigCallback",
     "Trainer",
+    "WeightAveraging",
     "check_same_package",
     "rank_zero_debug",
     "rank_zero_info",
@@ -36,7 +37,7 @@ PACKAGE = "pytorch_lightning" if _FOLLOW_OTHER else "lightning.pytorch"
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
-    from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+    from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, WeightAveraging
     from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
     from lightning_utilities.core.rank_zero import rank_zero_debug, rank_zero_info, rank_zero_only, rank_zero_warn
 else:
@@ -50,6 +51,7 @@ else:
     EarlyStopping = _callbacks.EarlyStopping
     ModelCheckpoint = _callbacks.ModelCheckpoint
     SaveConfigCallback = _cli.SaveConfigCallback
+    WeightAveraging = _callbacks.WeightAveraging
     LightningDataModule = _root.LightningDataModule
     LightningModule = _root.LightningModule
     Trainer = _root.Trainer
