@@ -20,29 +20,16 @@ from robustdist.attacks.fgsm import FGSM
 from robustdist.attacks.losses import check_class_indices
 from robustdist.attacks.pgd import PGD
 from robustdist.callbacks.adversarial_training import AdversarialTraining
+from robustdist.core.collapse import CollapseRule, has_collapsed
 from robustdist.core.forward import bind_forward, guarded_logits
 from robustdist.core.ranks import failing_together, gathered
 from robustdist.core.snapshot import on_cpu, restore_snapshot, take_snapshot
 from robustdist.errors import RobustDistWarning, UsageError
 from robustdist.types import check_count
 
-__all__ = ["CatastrophicOverfittingGuard", "has_collapsed"]
+__all__ = ["CatastrophicOverfittingGuard"]
 
 _BATCH_SIZE = 128
-
-
-def has_collapsed(accuracy: float, best: float, *, drop: float = 0.5, fall: float = 0.1) -> bool:
-    r"""Return whether ``accuracy`` is less than ``(1 - drop) * best`` and more than ``fall`` below ``best``.
-
-    The first condition is the rule; the second keeps it from firing on noise while ``best`` is small.
-
-    Example:
-        >>> [has_collapsed(accuracy, best=0.42) for accuracy in (0.40, 0.30, 0.05)]
-        [False, False, True]
-        >>> has_collapsed(0.02, best=0.05)
-        False
-    """
-    return accuracy < (1 - drop) * best and best - accuracy > fall
 
 
 class CatastrophicOverfittingGuard(Callback):
@@ -50,13 +37,15 @@ class CatastrophicOverfittingGuard(Callback):
 
     Training on single-step attacks can fail within an epoch: the accuracy under the training attack rises on while
     that under several steps falls to nothing. The subset is the first ``num_samples`` training samples that this
-    callback sees, over all processes together and as the loader hands them out, kept on the CPU. Every check attacks
-    them at the full radius of the training attack, whatever an ``eps_schedule`` has reached, so that two checks
-    compare; the weights are those that are trained, not their running average. Training is not disturbed: without a
-    rollback the weights are the same, bit for bit, as without the guard.
+    callback sees, over all processes together and as the loader hands them out, kept on the CPU. The weights are those
+    that are trained, not their running average. Training is not disturbed: without a rollback the weights are the
+    same, bit for bit, as without the guard.
 
-    Logged at every check: ``guard/multi_step_acc``, the one to monitor, and ``guard/one_step_acc``, under the training
-    attack where it takes one step, otherwise under one step of length ``eps``; ``history`` has both of all checks.
+    Logged at every check: ``guard/multi_step_acc``, at the full radius of the training attack whatever an
+    ``eps_schedule`` has reached, so that any two checks compare and a monitor can follow it; ``guard/one_step_acc``, at
+    the radius in use, under the training attack where it takes one step, otherwise under one step of that length; and
+    ``guard/ratio``, the share of it that several steps at the same radius leave. A collapse is a fall of the first, or
+    of the last, to less than ``1 - drop`` of its best so far (:class:`~robustdist.core.collapse.CollapseRule`).
 
     A rollback brings back parameters, buffers and optimiser states of the last check without a collapse, and the
     averages of Lightning's ``WeightAveraging``, on every process, and multiplies the step of the training attack by
@@ -70,8 +59,8 @@ class CatastrophicOverfittingGuard(Callback):
         num_samples: Size of the subset.
         every_n_epochs: Check after every n-th epoch.
         every_n_steps: Check after every n-th optimiser step instead, as soon as the subset is complete.
-        drop: Share of the best accuracy so far that must be lost to count as a collapse, in (0, 1).
-        fall: Accuracy that must be lost besides, in [0, 1).
+        drop: Share that must be lost to count as a collapse, in (0, 1).
+        fall: Accuracy that must be lost besides, in [0, 1), against noise.
         action: "warn"; "rollback" to the last good weights, with a warning; or "stop" training there.
         step_shrink: Factor on the step of the training attack at each rollback, in (0, 1].
         max_rollbacks: After so many rollbacks only warn.
@@ -132,10 +121,10 @@ class CatastrophicOverfittingGuard(Callback):
         self._reset()
 
     def _reset(self) -> None:
-        #: One entry per check: "epoch" (from 1), "step", "multi_step_acc", "one_step_acc", "collapsed".
-        self.history: list[dict[str, float]] = []
+        #: One entry per check: "epoch" (from 1), "step", "multi_step_acc", "one_step_acc", "ratio", "collapsed".
+        self.history: list[dict[str, Any]] = []
         self.num_rollbacks = 0
-        self._best = 0.0
+        self._rule = CollapseRule(self.drop, self.fall)
         self._collapsed = False
         self._batches: list[tuple[Tensor, Tensor]] = []
         self._samples: tuple[Tensor, Tensor] | None = None
@@ -206,19 +195,14 @@ class CatastrophicOverfittingGuard(Callback):
         return True
 
     def _check(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        multi_step, one_step = self._measure(trainer, pl_module)
-        collapsed = has_collapsed(multi_step, self._best, drop=self.drop, fall=self.fall)
-        entry = {
-            "epoch": trainer.current_epoch + 1,
-            "step": trainer.global_step,
-            "multi_step_acc": multi_step,
-            "one_step_acc": one_step,
-            "collapsed": collapsed,
-        }
+        full, multi_step, one_step = self._measure(trainer, pl_module)
+        ratio = min(1.0, multi_step / one_step) if one_step else 1.0
+        values = {"multi_step_acc": full, "one_step_acc": one_step, "ratio": ratio}
+        self._log(trainer, pl_module, values)
+        collapsed = self._rule.judge(full, multi_step, one_step)
+        entry = {"epoch": trainer.current_epoch + 1, "step": trainer.global_step, **values, "collapsed": collapsed}
         self.history.append(entry)
-        self._log(trainer, pl_module, {"multi_step_acc": multi_step, "one_step_acc": one_step})
         if not collapsed:
-            self._best = max(self._best, multi_step)
             self._collapsed = False
             if self.action != "warn":
                 self._snapshot = self._take(trainer, pl_module)
@@ -251,29 +235,37 @@ class CatastrophicOverfittingGuard(Callback):
             "times the configured one",
         )
 
-    def _measure(self, trainer: Trainer, pl_module: LightningModule) -> tuple[float, float]:
-        """Return the accuracies under the multi-step and the one-step attack, counted over all processes."""
+    def _measure(self, trainer: Trainer, pl_module: LightningModule) -> tuple[float, float, float]:
+        """Return the accuracy under several steps at the full radius, and under several and one at that in use."""
         assert self._samples is not None
+        eps_scale, step_scale = self._training.scales()
+        one_step = self._one_step()
+        # what a schedule or a rollback made of the step of the training attack is about no other attack
+        one_step_scale = step_scale if one_step is self._training.attack else eps_scale
+        runs: list[tuple[Attack, dict[str, float]]] = [
+            (self._multi_step(), {}),
+            (self._multi_step(), {"eps_scale": eps_scale, "step_scale": eps_scale}),
+            (one_step, {"eps_scale": eps_scale, "step_scale": one_step_scale}),
+        ]
+        if eps_scale == 1.0:
+            del runs[1]
         num_samples = len(self._samples[0])
-        counts = torch.zeros(2, device=pl_module.device)
+        counts = torch.zeros(len(runs), device=pl_module.device)
         rows = list(range(trainer.global_rank, num_samples, trainer.world_size))
         forward = bind_forward(pl_module, self._training.forward, None)
         for start in range(0, len(rows), _BATCH_SIZE):
             ids = rows[start : start + _BATCH_SIZE]
             x, y = (part[ids].to(pl_module.device) for part in self._samples)
-            for place, attack in enumerate((self._multi_step(), self._one_step())):
-                # a rollback has shrunk the step of the training attack, and of no other
-                step_scale = self._training.step_factor if attack is self._training.attack else 1.0
+            for place, (attack, scales) in enumerate(runs):
                 with (
                     trainer.precision_plugin.val_step_context(),
                     torch.autocast(pl_module.device.type, enabled=False),
                 ):
-                    x_adv = attack(pl_module, x, y, forward=forward, sample_ids=ids, step_scale=step_scale)
+                    x_adv = attack(pl_module, x, y, forward=forward, sample_ids=ids, **scales)
                     predicted = guarded_logits(pl_module, forward, x_adv).argmax(1)
                 counts[place] += (predicted == y).sum()
-        totals = torch.as_tensor(trainer.strategy.reduce(counts, reduce_op="sum"))
-        multi_step, one_step = (totals / num_samples).tolist()
-        return multi_step, one_step
+        full, *others = (torch.as_tensor(trainer.strategy.reduce(counts, reduce_op="sum")) / num_samples).tolist()
+        return full, (others[0] if len(others) == 2 else full), others[-1]
 
     def _multi_step(self) -> Attack:
         if self.attack is not None:
@@ -328,20 +320,19 @@ class CatastrophicOverfittingGuard(Callback):
             trainer.callback_metrics[f"guard/{name}"] = torch.tensor(value)
 
     def _warn(self, entry: dict[str, Any], done: str) -> None:
-        multi_step, one_step = entry["multi_step_acc"], entry["one_step_acc"]
-        if has_collapsed(one_step, max(past["one_step_acc"] for past in self.history), drop=self.drop, fall=self.fall):
-            what, remedy = (
-                "training has collapsed",
-                "a lower learning rate, gradient clipping, or LinearRamp as eps_schedule",
-            )
+        one_step, best_one_step = entry["one_step_acc"], max(past["one_step_acc"] for past in self.history)
+        if has_collapsed(one_step, best_one_step, drop=self.drop, fall=self.fall):
+            what = "training has collapsed"
+            remedy = "a lower learning rate, gradient clipping, or LinearRamp as eps_schedule"
         else:
             what = "catastrophic overfitting"
             remedy = "a shorter step, more attack steps (PGD(steps=2)), NFGSM, GradAlign, or a smaller eps"
         weights = done or "Train from a checkpoint that monitors guard/multi_step_acc, or set action='rollback'"
         rank_zero_warn(
-            f"{what} in epoch {entry['epoch']} (step {entry['step']}): accuracy under several attack steps is "
-            f"{multi_step:.1%} after {self._best:.1%} at best, under one step it is {one_step:.1%}. {weights}. "
-            f"What helps: {remedy}",
+            f"{what} in epoch {entry['epoch']} (step {entry['step']}): under several attack steps accuracy is "
+            f"{entry['multi_step_acc']:.1%} after {self._rule.best:.1%} at best, under one step it is {one_step:.1%}, "
+            f"of which several at that radius leave {entry['ratio']:.0%} after {self._rule.best_ratio:.0%} at best. "
+            f"{weights}. What helps: {remedy}",
             category=RobustDistWarning,
         )
 
@@ -350,7 +341,8 @@ class CatastrophicOverfittingGuard(Callback):
         return {
             "history": [dict(entry) for entry in self.history],
             "num_rollbacks": self.num_rollbacks,
-            "best": self._best,
+            "best": self._rule.best,
+            "best_ratio": self._rule.best_ratio,
             "collapsed": self._collapsed,
             "samples": None if self._samples is None else list(self._samples),
             "snapshot": self._snapshot,
@@ -360,7 +352,7 @@ class CatastrophicOverfittingGuard(Callback):
         """Continue with the same subset and the same last good weights."""
         self.history = [dict(entry) for entry in state_dict["history"]]
         self.num_rollbacks = int(state_dict["num_rollbacks"])
-        self._best = float(state_dict["best"])
+        self._rule = CollapseRule(self.drop, self.fall, float(state_dict["best"]), float(state_dict["best_ratio"]))
         self._collapsed = bool(state_dict["collapsed"])
         samples = state_dict["samples"]
         self._samples = None if samples is None else (on_cpu(samples[0]), on_cpu(samples[1]))

@@ -1,11 +1,11 @@
-"""The network that the benchmarks train."""
+"""The networks that the benchmarks train."""
 
 from __future__ import annotations
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["PreActResNet"]
+__all__ = ["PreActResNet", "small_conv_net"]
 
 _BLOCKS_PER_STAGE = 2
 _STRIDES = (1, 2, 2, 2)
@@ -68,3 +68,26 @@ class PreActResNet(nn.Module):
         features = F.relu(self.norm(self.blocks(self.stem(x))))
         logits: Tensor = self.classifier(features.mean((2, 3)))
         return logits
+
+
+def small_conv_net(image_size: int = 28, num_classes: int = 10) -> nn.Sequential:
+    """Return two strided convolutions and two linear layers for grey images; 166,406 parameters at 28x28.
+
+    Args:
+        image_size: Height and width of the images, a multiple of 4.
+        num_classes: Length of the logits.
+
+    Example:
+        >>> sum(parameter.numel() for parameter in small_conv_net().parameters())
+        166406
+    """
+    return nn.Sequential(
+        nn.Conv2d(1, 16, 4, stride=2, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(16, 32, 4, stride=2, padding=1),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(32 * (image_size // 4) ** 2, 100),
+        nn.ReLU(),
+        nn.Linear(100, num_classes),
+    )

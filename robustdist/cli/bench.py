@@ -6,11 +6,16 @@ from collections.abc import Sequence
 
 from jsonargparse import auto_cli
 
-from robustdist.bench import bench_attack
+from robustdist.bench import bench_attack, bench_objectives
 
 __all__ = ["run_bench"]
 
 
 def run_bench(args: Sequence[str]) -> None:
     """Run one benchmark; arguments as in its function."""
-    auto_cli({"attack": bench_attack}, args=list(args), prog="robustdist bench", exit_on_error=False)
+    auto_cli(
+        {"attack": bench_attack, "objectives": bench_objectives},
+        args=list(args),
+        prog="robustdist bench",
+        exit_on_error=False,
+    )

@@ -34,7 +34,7 @@ PUBLIC = {
         "FGSM", "MIFGSM", "PGD", "Attack", "AttackResult", "Embeddings", "LinearRamp", "NoiseFGSM", "Piecewise",
         "Pixels", "Problem", "Schedule", "TokenPGD", "TorchAttack",
     ],
-    "robustdist.callbacks": ["AdversarialTraining", "RobustEvaluation"],
+    "robustdist.callbacks": ["AdversarialTraining", "CatastrophicOverfittingGuard", "RobustEvaluation"],
     "robustdist.data": [
         "DigitsDataModule", "FashionMNISTDataModule", "ImageDataModule", "MNIST5kDataModule", "Parts",
         "PhotoPatchesDataModule", "stratified_split",

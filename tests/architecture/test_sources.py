@@ -35,7 +35,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "report": {*_GROUND, "core"},
     "objectives": _BELOW_OBJECTIVES,
     "evaluation": {*_BELOW_OBJECTIVES, "report"},
-    "bench": {*_BELOW_OBJECTIVES, "objectives"},
+    "bench": {*_BELOW_OBJECTIVES, "objectives", "evaluation", "callbacks", "data", "_lightning"},
     "data": {*_GROUND, "core", "_lightning"},
     "callbacks": {*_BELOW_OBJECTIVES, "objectives", "evaluation", "report", "_lightning"},
     "cli": {*_BELOW_OBJECTIVES, "callbacks", "report", "bench", "data", "_lightning", "__init__"},

@@ -77,28 +77,37 @@ def test_accuracies_equal_a_naive_count(launch, images):
     x, y = images(24)
     attack = PGD(eps=EPS, steps=3, step_size=EPS / 2, random_start=False)
     net = trained_net()
-    expected = [
-        float((net(naive_pgd(net, x[:12], y[:12], EPS, step_size, steps)).argmax(1) == y[:12]).float().mean())
-        for steps, step_size in ((3, EPS / 2), (1, EPS))
-    ]
-    assert 0 < expected[0] < expected[1] < 1
+
+    def accuracy(scale, steps, step_size):
+        x_adv = naive_pgd(net, x[:12], y[:12], scale * EPS, scale * step_size, steps)
+        return float((net(x_adv).argmax(1) == y[:12]).float().mean())
+
     memory = Memory()
     (entries,) = launch(
         Classifier(copy.deepcopy(net), lr=0.0),
         loader(x, y),
         callbacks=[
-            AdversarialTraining(attack=PGD(eps=EPS, steps=2), eps_schedule=LinearRamp(1.0)),
+            AdversarialTraining(attack=PGD(eps=EPS, steps=2), eps_schedule=LinearRamp(1.0, start=0.4)),
             CatastrophicOverfittingGuard(attack, num_samples=12),
         ],
         collect=history,
         logger=memory,
         max_epochs=2,
     )
-    # at the full radius from the first epoch on, whatever the ramp has reached
-    assert [(entry["multi_step_acc"], entry["one_step_acc"]) for entry in entries] == [pytest.approx(expected)] * 2
-    assert [(entry["epoch"], entry["step"], entry["collapsed"]) for entry in entries] == [(1, 3, False), (2, 6, False)]
-    assert memory.values("guard/multi_step_acc") == [pytest.approx(expected[0])] * 2
-    assert memory.values("guard/one_step_acc") == [pytest.approx(expected[1])] * 2
+    # the radius in use is that of the step to come: of step 4 of 6, and of the last
+    full = accuracy(1.0, 3, EPS / 2)
+    expected = []
+    for scale in (0.4 + 0.6 * 4 / 6, 1.0):
+        several, one = accuracy(scale, 3, EPS / 2), accuracy(scale, 1, EPS)
+        expected.append([full, one, several / one])
+    assert expected[0][1] > expected[1][1] > full > 0
+    assert expected[0][2] != expected[1][2] < 1
+    for entry, values in zip(entries, expected, strict=True):
+        assert [entry["multi_step_acc"], entry["one_step_acc"], entry["ratio"]] == pytest.approx(values)
+        assert entry["collapsed"] is False
+    assert [(entry["epoch"], entry["step"]) for entry in entries] == [(1, 3), (2, 6)]
+    for place, key in enumerate(("guard/multi_step_acc", "guard/one_step_acc", "guard/ratio")):
+        assert memory.values(key) == pytest.approx([values[place] for values in expected])
 
 
 @pytest.mark.parametrize(

@@ -6,17 +6,14 @@ import pytest
 
 from robustdist.attacks import PGD
 from robustdist.callbacks import CatastrophicOverfittingGuard
-from robustdist.callbacks.catastrophic_overfitting_guard import has_collapsed
+from robustdist.core.collapse import CollapseRule, has_collapsed
 from robustdist.errors import UsageError
 
 
 def verdicts(accuracies, **options):
-    """Judge a whole training: the best counts what did not collapse."""
-    best, found = 0.0, []
-    for accuracy in accuracies:
-        found.append(has_collapsed(accuracy, best, **options))
-        best = best if found[-1] else max(best, accuracy)
-    return found
+    """Judge a whole training at one radius with an attack that one step does not break."""
+    rule = CollapseRule(**options)
+    return [rule.judge(accuracy, accuracy, 0.0) for accuracy in accuracies]
 
 
 def test_a_collapse_within_an_epoch():
@@ -29,6 +26,47 @@ def test_a_collapse_over_several_checks():
 
 def test_an_ordinary_training_goes_up_and_down():
     assert not any(verdicts([0.0, 0.02, 0.10, 0.31, 0.26, 0.45, 0.38, 0.6, 0.7, 0.64, 0.8]))
+
+
+def test_the_one_step_accuracy_may_rise_meanwhile():
+    rule = CollapseRule()
+    accuracies = [(0.40, 0.45), (0.42, 0.50), (0.05, 0.80)]
+    assert [rule.judge(several, several, one) for several, one in accuracies] == [False, False, True]
+    assert (rule.best, rule.best_ratio) == (0.42, pytest.approx(0.40 / 0.45))
+
+
+def test_a_growing_radius_is_no_collapse():
+    rule = CollapseRule()
+    # nothing holds at the full radius yet, and less and less at the radius in use
+    assert not any(rule.judge(0.0, several, several / 0.9) for several in (0.9, 0.7, 0.45, 0.2, 0.05))
+
+
+def test_a_collapse_while_the_radius_grows():
+    rule = CollapseRule()
+    assert not rule.judge(0.0, 0.5, 0.55)
+    assert not rule.judge(0.02, 0.4, 0.6)
+    assert rule.judge(0.02, 0.2, 0.6)
+    # a check that collapsed does not count as a good one
+    assert (rule.best, rule.best_ratio) == (0.02, pytest.approx(0.5 / 0.55))
+
+
+def test_a_net_that_never_held_has_not_collapsed():
+    rule = CollapseRule()
+    assert not any(rule.judge(several, several, 0.4) for several in (0.0, 0.02, 0.05))
+
+
+def test_a_ratio_of_tiny_accuracies_means_nothing():
+    rule = CollapseRule()
+    assert not rule.judge(0.0, 0.04, 0.04)
+    assert rule.best_ratio == 0.0
+    assert not rule.judge(0.0, 0.05, 0.5)
+    assert rule.best_ratio == pytest.approx(0.1)
+
+
+def test_a_ratio_above_one_counts_as_one():
+    rule = CollapseRule()
+    assert not rule.judge(0.3, 0.3, 0.15)
+    assert rule.best_ratio == 1.0
 
 
 @pytest.mark.parametrize(
