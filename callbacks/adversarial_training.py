@@ -9,10 +9,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from robustdist._lightning import Callback, LightningModule, Trainer, check_same_package, rank_zero_warn
+from robustdist._lightning import Callback, LightningModule, Trainer, check_same_package, rank_zero_info, rank_zero_warn
 from robustdist.attacks.base import Attack
 from robustdist.attacks.pgd import PGD
 from robustdist.attacks.schedules import Schedule
+from robustdist.callbacks.objective_state import load_objective, objective_states
 from robustdist.callbacks.objective_step import AttackCall, ObjectiveStep
 from robustdist.callbacks.progress import Progress
 from robustdist.callbacks.rehearsal import rehearse
@@ -117,6 +118,7 @@ class AdversarialTraining(Callback):
         self._rehearsed = False
         self._logs: dict[str, Tensor | float] = {}
         self._batch_size = 0
+        self._replayed: Any = None
         self._trainer: Trainer | None = None
         self._layout: ExitStack | None = None
 
@@ -133,6 +135,7 @@ class AdversarialTraining(Callback):
             # a new training; a checkpoint is restored after this
             self._num_attacks = self._progress.num_steps = 0
             self.step_factor = 1.0
+            self.objective.reset()
         self._progress.forget_length()
         self._trainer = trainer
         self._rehearsed = False
@@ -151,6 +154,11 @@ class AdversarialTraining(Callback):
                 f"precision={self.precision!r} of the attack does not go with precision={trainer.precision!r} of the "
                 "Trainer, whose weights have that type: use precision='inherit'"
             )
+        if self.objective.reads_backward and not pl_module.automatic_optimization:
+            raise UsageError(
+                f"objective={type(self.objective).__name__} reads the input gradient from Lightning's own backward "
+                "pass, which manual optimisation does not make: set automatic_optimization=True, or use PGDAT"
+            )
         self.objective.check_module(pl_module)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -165,6 +173,17 @@ class AdversarialTraining(Callback):
         schedules = {"eps_schedule": self.eps_schedule, "step_size_schedule": self.step_size_schedule}
         followed_by = next((option for option, schedule in schedules.items() if schedule is not None), None)
         self._progress.start(trainer, pl_module, followed_by)
+        if self.objective.replays > 1:
+            rank_zero_info(
+                f"{type(self.objective).__name__} makes {self.objective.replays} steps on every batch it takes and "
+                f"drops the {self.objective.replays - 1} that follow: one pass over the data takes "
+                f"{self.objective.replays} epochs"
+            )
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Let go of the batch that was replayed when a new group begins, with every epoch at the latest."""
+        if batch_idx % self.objective.replays == 0:
+            self._replayed = None
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Let the objective undo what it did to the module for the sake of the graph."""
@@ -189,6 +208,12 @@ class AdversarialTraining(Callback):
         """Give the strategy and the module back as they were."""
         self._release(trainer)
 
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Add the objective's memory; that of every process where they differ."""
+        states = objective_states(self.objective)
+        if states:
+            checkpoint["callbacks"][self.state_key]["objective"] = states
+
     def state_dict(self) -> dict[str, Any]:
         """Return the counters behind random starts and schedules, and the step factor."""
         return {
@@ -202,6 +227,8 @@ class AdversarialTraining(Callback):
         self._num_attacks = int(state_dict["num_attacks"])
         self._progress.num_steps = int(state_dict["num_steps"])
         self.step_factor = float(state_dict.get("step_factor", 1.0))
+        if self._trainer is not None and "objective" in state_dict:
+            load_objective(self.objective, state_dict["objective"], self._trainer)
 
     def scales(self) -> tuple[float, float]:
         """Return the factors on radius and step size at the present progress of training."""
@@ -214,6 +241,8 @@ class AdversarialTraining(Callback):
         assert self._trainer is not None
         trainer = self._trainer
         self._num_attacks += 1
+        if self.objective.replays > 1:
+            batch = self._replayed = batch if self._replayed is None else self._replayed
         step = self._step(trainer, lambda replaced: next_step(replaced, *args, **kwargs), batch)
         if not self._rehearsed:
             self._rehearsed = True
@@ -260,4 +289,5 @@ class AdversarialTraining(Callback):
             self._layout = None
         self._muter = StepMuter()  # its stand-ins hold the user's metrics
         self._logs = {}
+        self._replayed = None
         self._trainer = None

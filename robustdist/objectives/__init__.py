@@ -5,6 +5,7 @@ from robustdist.objectives.base import Objective, ObjectiveContext
 from robustdist.objectives.dat import DAT
 from robustdist.objectives.fast_bat import FastBAT
 from robustdist.objectives.fgsm_rs import FGSMRS
+from robustdist.objectives.free_at import FreeAT
 from robustdist.objectives.free_lb import FreeLB
 from robustdist.objectives.grad_align import GradAlign
 from robustdist.objectives.mart import MART
@@ -21,6 +22,7 @@ __all__ = [
     "PGDAT",
     "TRADES",
     "FastBAT",
+    "FreeAT",
     "FreeLB",
     "GradAlign",
     "Objective",

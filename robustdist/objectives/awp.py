@@ -5,15 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from robustdist.attacks.base import Attack
 from robustdist.errors import UsageError
 from robustdist.objectives.base import Objective, ObjectiveContext
 from robustdist.objectives.pgd_at import PGDAT
+from robustdist.objectives.wrapper import Wrapper
 
 __all__ = ["AWP"]
 
 
-class AWP(Objective):
+class AWP(Wrapper):
     r"""Take the gradient of a base objective at weights that were moved against it, layer by layer.
 
     .. math:: \theta_l \leftarrow \theta_l + \gamma \|\theta_l\| \frac{v_l}{\|v_l\|}, \quad
@@ -42,16 +42,10 @@ class AWP(Objective):
     def __init__(self, base: Objective | None = None, gamma: float = 0.01) -> None:
         if not 0 <= gamma < float("inf"):
             raise UsageError(f"gamma={gamma} must be a finite number that is not negative")
-        self.base = base if base is not None else PGDAT()
+        super().__init__(base if base is not None else PGDAT())
         self.gamma = gamma
         self.needs_second_pass = gamma > 0 or self.base.needs_second_pass
-        self.attacks_predictions = self.base.attacks_predictions
-        self.needs_double_backward = self.base.needs_double_backward
         self._originals: list[tuple[nn.Parameter, Tensor]] = []
-
-    def adapt(self, attack: Attack) -> Attack:
-        """Return the inner maximiser of the base objective."""
-        return self.base.adapt(attack)
 
     def compute(self, context: ObjectiveContext) -> Tensor | None:
         """Return the base objective at the moved weights."""
@@ -104,4 +98,4 @@ class AWP(Objective):
         if self._originals:
             torch.clear_autocast_cache()
         self._originals = []
-        self.base.after_backward()
+        super().after_backward()

@@ -68,6 +68,12 @@ class Objective(ABC):
     attacks_predictions = False
     #: Whether the loss holds a derivative already, so that its backward pass differentiates twice.
     needs_double_backward = False
+    #: Whether ``after_backward`` reads a gradient: it must follow every loss, which manual optimisation cannot promise.
+    reads_backward = False
+    #: Steps in a row that are made on one batch.
+    replays = 1
+    #: Whether the state belongs to the process, as perturbations of its own samples do.
+    state_is_per_rank = False
 
     def check_module(self, module: nn.Module) -> None:
         """Refuse a module that this objective cannot train; called before training.
@@ -84,6 +90,18 @@ class Objective(ABC):
 
     def after_backward(self) -> None:
         """Undo what the loss's graph needed until its backward pass; called after every backward pass."""
+        return
+
+    def reset(self) -> None:
+        """Forget what earlier steps left, at the start of a training."""
+        return
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed training needs: tensors and plain values, empty for an objective without memory."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from what :meth:`state_dict` returned."""
         return
 
     @abstractmethod

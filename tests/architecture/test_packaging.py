@@ -40,7 +40,7 @@ PUBLIC = {
         "PhotoPatchesDataModule", "stratified_split",
     ],
     "robustdist.objectives": [
-        "AWP", "DAT", "FGSMRS", "MART", "NFGSM", "PGDAT", "TRADES", "FastBAT", "FreeLB", "GradAlign",
+        "AWP", "DAT", "FGSMRS", "MART", "NFGSM", "PGDAT", "TRADES", "FastBAT", "FreeAT", "FreeLB", "GradAlign",
         "Objective", "ObjectiveContext",
     ],
     "robustdist.optim": ["LALR"],

@@ -13,7 +13,7 @@ from torch import Tensor
 from robustdist.attacks import PGD
 from robustdist.callbacks import AdversarialTraining
 from robustdist.errors import UsageError
-from robustdist.objectives import AWP, FGSMRS, MART, NFGSM, TRADES, FastBAT, GradAlign
+from robustdist.objectives import AWP, FGSMRS, MART, NFGSM, TRADES, FastBAT, FreeAT, GradAlign
 
 from .support import Classifier, identical, loader, seeded_net
 from .test_metrics import Measuring
@@ -29,6 +29,7 @@ OBJECTIVES = [
     GradAlign(),
     FastBAT(),
     FastBAT(implicit_weight=0.0),
+    FreeAT(2),
     AWP(),
     AWP(TRADES(), gamma=0.005),
     AWP(gamma=0.0),
@@ -269,7 +270,7 @@ def test_manual_optimisation_takes_what_is_one_ordinary_loss(launch, images, obj
     module = Manual()
     start = snapshot(module)
     fit = lambda: launch(module, loader(*images(16)), callbacks=[adversarial(objective)])  # noqa: E731
-    if objective.needs_second_pass:
+    if objective.needs_second_pass or objective.reads_backward:
         with pytest.raises(UsageError, match="automatic_optimization=True"):
             fit()
         assert module.seen == []

@@ -29,6 +29,7 @@ from robustdist.objectives import (
     PGDAT,
     TRADES,
     FastBAT,
+    FreeAT,
     FreeLB,
     GradAlign,
     Objective,
@@ -43,7 +44,8 @@ class Row:
     ``losses`` names the inputs of every call of the ordinary loss: "adv" from the attack, "clean", or "own".
     ``forwards`` are those with PGD of three steps: a of an attack and r a reference, both in eval mode; t for the loss
     and g the same with a gradient in the input. ``targets`` is what the attack gets: "y", "reference" or None for an
-    objective that solves the inner problem itself. ``plain`` objectives are one ordinary loss and nothing else.
+    objective that solves the inner problem itself. ``plain`` objectives are one ordinary loss and nothing else; those
+    that are not ``random`` draw nothing.
     """
 
     id: str
@@ -55,6 +57,7 @@ class Row:
     targets: str | None = "y"
     plain: bool = False
     needs_classes: bool = False
+    random: bool = True
 
     @property
     def passes(self) -> int:
@@ -95,6 +98,16 @@ ROWS = [
         "FastBAT(step=0.25, step_factor=2.0, implicit_weight=0.0)",
         targets=None,
         plain=True,
+    ),
+    Row(
+        "FreeAT",
+        FreeAT,
+        ("own",),
+        "g",
+        "FreeAT(replays=4, step_factor=1.0)",
+        targets=None,
+        plain=True,
+        random=False,
     ),
     Row(
         "FreeLB",
@@ -285,7 +298,7 @@ def test_random_starts_follow_seed_rank_and_step(row):
     assert torch.equal(gradient(), first)
     assert torch.equal(gradient(rank=0, step=0), first)
     for other in (gradient(step=1), gradient(rank=1), gradient(seed=1)):
-        assert not torch.equal(other, first)
+        assert torch.equal(other, first) != row.random
 
 
 def test_the_ordinary_loss_is_the_callers(row):

@@ -1,0 +1,52 @@
+"""An objective around another one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from robustdist.attacks.base import Attack
+from robustdist.objectives.base import Objective
+
+__all__ = ["Wrapper"]
+
+_TRAITS = (
+    "needs_second_pass",
+    "attacks_predictions",
+    "needs_double_backward",
+    "reads_backward",
+    "replays",
+    "state_is_per_rank",
+)
+
+
+class Wrapper(Objective):
+    """Base of objectives that change how another one is computed; everything else is that one's.
+
+    Args:
+        base: The other one.
+    """
+
+    def __init__(self, base: Objective) -> None:
+        self.base = base
+        for trait in _TRAITS:
+            setattr(self, trait, getattr(base, trait))
+
+    def adapt(self, attack: Attack) -> Attack:
+        """Return the inner maximiser of the base objective."""
+        return self.base.adapt(attack)
+
+    def after_backward(self) -> None:
+        """Let the base objective undo what it did."""
+        self.base.after_backward()
+
+    def reset(self) -> None:
+        """Let the base objective forget."""
+        self.base.reset()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the base objective."""
+        return self.base.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Hand the state to the base objective."""
+        self.base.load_state_dict(state)
