@@ -1,14 +1,16 @@
-"""Whether torch.compile had its hands on a module."""
+"""Whether torch.compile had its hands on a module, and compiled code that is never compiled twice."""
 
 from __future__ import annotations
 
 import sys
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from robustdist.errors import UsageError
 
-__all__ = ["check_double_backward", "compiled_part"]
+__all__ = ["CompiledForward", "check_double_backward", "compiled_part"]
 
 
 def compiled_part(module: nn.Module) -> str | None:
@@ -45,3 +47,25 @@ def check_double_backward(module: nn.Module, option: str) -> None:
     compiled_autograd = sys.modules.get("torch._dynamo.compiled_autograd")
     if getattr(compiled_autograd, "compiled_autograd_enabled", False):
         raise UsageError(f"{option} differentiates twice, but compiled autograd is on: {remedy}")
+
+
+class CompiledForward:
+    """The forward of ``part``, compiled for inputs of the first shape and type that come with gradients enabled.
+
+    Anything else, the smaller last batch of an epoch say, runs uncompiled: one more compilation would take longer than
+    it ever saves.
+    """
+
+    def __init__(self, part: nn.Module) -> None:
+        self._eager = part.forward
+        self._compiled = torch.compile(part.forward, dynamic=False)
+        self._form: tuple[Any, ...] | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward."""
+        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+        form = tuple((value.shape, value.dtype, value.device, value.stride()) for value in tensors)
+        if self._form is None and torch.is_grad_enabled():
+            self._form = form
+        usable = form == self._form and torch.is_grad_enabled()
+        return (self._compiled if usable else self._eager)(*args, **kwargs)

@@ -71,6 +71,7 @@ FOREIGN_PRIVATE: dict[str, set[str]] = {
     "bench.measure": {"_C", "_current_graph_task_id"},  # torch: which run of the autograd engine a hook is in
     "core.batch": {"_fields", "_replace"},  # named tuples: documented, public in spite of the underscore
     "core.compiled": {"_compiled_call_impl", "_torchdynamo_orig_callable"},  # what torch.compile leaves behind
+    "core.folding": {"_backward_hooks", "_backward_pre_hooks", "_forward_hooks", "_forward_pre_hooks"},  # Module
     "core.guard": {"_buffers", "_fields"},  # torch.nn.Module, named tuples
     "core.muted": {"_modules"},  # torch.nn.Module
     "callbacks.robust_evaluation": {"_generate_state_key"},  # Callback
@@ -246,7 +247,7 @@ def overridden(module: str) -> set[str]:
             foreign = [base for base in cls.__mro__ if base.__module__.split(".")[0] != "robustdist"]
             inherited = set().union(*(vars(base) for base in foreign))
             found |= {name for name in vars(cls) if private(name) and name in inherited}
-    return found - {"_abc_impl", "_is_protocol"}
+    return found - {"_abc_impl", "_is_protocol", "_backward_cls"}  # made by metaclasses
 
 
 def known(module: str) -> set[str]:
