@@ -28,7 +28,7 @@ class TokenPGD(PGD):
     .. math:: \delta_t \leftarrow \Pi_{\|\delta_t\|_2 \le \epsilon r_t}
               \Big( \delta_t + \alpha \, r_t \frac{\nabla_{\delta_t} \ell}{\|\nabla_{\delta_t} \ell\|_2} \Big)
 
-    ``relative=True`` takes :math:`r_t = \|e_t\|_2`, the length of the token's own embedding, so that ``eps=0.5`` means
+    ``relative=True`` takes :math:`r_t = \|e_t\|_2`, the length of the token's own embedding, so that ``eps=0.05`` means
     the same for every model and does not depend on who shares the batch; ``relative=False`` takes :math:`r_t = 1`.
     ``per="sequence"`` bounds and normalises all tokens of a sequence together: the norms run over tokens and hidden
     dimensions, and :math:`r` is the length of the whole clean sequence. The start is uniform in the ball.
@@ -66,7 +66,7 @@ class TokenPGD(PGD):
     def __init__(
         self,
         *,
-        eps: Number = 0.5,
+        eps: Number = 0.05,
         steps: int = 3,
         step_size: Number | None = None,
         per: Literal["token", "sequence"] = "token",

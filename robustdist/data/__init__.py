@@ -1,10 +1,11 @@
-"""LightningDataModules over real images that arrive with installed packages; nothing is downloaded."""
+"""LightningDataModules over real images and sentences that arrive with packages; nothing is downloaded."""
 
 from robustdist.data.base import ImageDataModule, Parts, stratified_split
 from robustdist.data.digits import DigitsDataModule
 from robustdist.data.fashion_mnist import FashionMNISTDataModule
 from robustdist.data.mnist5k import MNIST5kDataModule
 from robustdist.data.photo_patches import PhotoPatchesDataModule
+from robustdist.data.vader import VADERDataModule
 
 __all__ = [
     "DigitsDataModule",
@@ -13,5 +14,6 @@ __all__ = [
     "MNIST5kDataModule",
     "Parts",
     "PhotoPatchesDataModule",
+    "VADERDataModule",
     "stratified_split",
 ]

@@ -37,7 +37,7 @@ PUBLIC = {
     "robustdist.callbacks": ["AdversarialTraining", "CatastrophicOverfittingGuard", "RobustEvaluation"],
     "robustdist.data": [
         "DigitsDataModule", "FashionMNISTDataModule", "ImageDataModule", "MNIST5kDataModule", "Parts",
-        "PhotoPatchesDataModule", "stratified_split",
+        "PhotoPatchesDataModule", "VADERDataModule", "stratified_split",
     ],
     "robustdist.objectives": [
         "AWP", "DAT", "FGSMRS", "MART", "NFGSM", "PGDAT", "TRADES", "FastBAT", "FreeAT", "FreeLB", "GradAlign",
