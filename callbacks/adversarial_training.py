@@ -23,6 +23,7 @@ from robustdist.core.layout import channels_last_weights
 from robustdist.core.muted import StepMuter
 from robustdist.core.ranks import failing_together
 from robustdist.core.redirect import StepInterceptor, check_step_can_be_intercepted
+from robustdist.core.space import Pixels, Space
 from robustdist.errors import RobustDistWarning, UsageError
 from robustdist.objectives.base import Objective
 from robustdist.objectives.pgd_at import PGDAT
@@ -58,6 +59,9 @@ class AdversarialTraining(Callback):
             manual optimisation, where Lightning does not know how often the module will step, it follows batches.
         step_size_schedule: The same for the step size; default ``eps_schedule``.
         order: Place among other step transforms; a lower one runs further outside.
+        space: What is attacked: default :class:`~robustdist.attacks.Pixels`, the input tensor of the batch;
+            :class:`~robustdist.attacks.Embeddings` for the output of an embedding layer, where the batch holds token
+            ids and ``input_key`` is not used.
 
     Attributes:
         step_factor: Factor on the step size of the inner attack beside its schedule, 1.0 at the start of every training
@@ -86,6 +90,7 @@ class AdversarialTraining(Callback):
         eps_schedule: Schedule | None = None,
         step_size_schedule: Schedule | None = None,
         order: int = 0,
+        space: Space | None = None,
     ) -> None:
         if precision not in ("inherit", "bf16", "32"):
             raise UsageError(f"precision={precision!r} is unknown: choose inherit, bf16 or 32")
@@ -94,7 +99,8 @@ class AdversarialTraining(Callback):
         for option, schedule in (("eps_schedule", eps_schedule), ("step_size_schedule", step_size_schedule)):
             if schedule is not None and not isinstance(schedule, Schedule):
                 raise UsageError(f"{option}={schedule!r} is not a schedule: pass LinearRamp(share=0.3), for example")
-        for option, value, kind in (("objective", objective, Objective), ("attack", attack, Attack)):
+        given = (("objective", objective, Objective), ("attack", attack, Attack), ("space", space, Space))
+        for option, value, kind in given:
             if value is not None and not isinstance(value, kind):
                 raise UsageError(f"{option}={value!r} is not an instance of robustdist's {kind.__name__}: create one")
         self.objective = objective if objective is not None else PGDAT()
@@ -106,6 +112,7 @@ class AdversarialTraining(Callback):
             raise UsageError("attack has targeted=True, but training has no target classes: use an untargeted attack")
         self.adapter = BatchAdapter(input_key, target_key)
         self.forward = forward
+        self.space = space if space is not None else Pixels()
         self.precision: AttackPrecision = precision
         self.channels_last = channels_last
         self.eps_schedule = eps_schedule
@@ -254,16 +261,16 @@ class AdversarialTraining(Callback):
         return output
 
     def _step(self, trainer: Trainer, next_step: Callable[[Any], Any], batch: Any) -> ObjectiveStep:
-        x, y, *_ = self.adapter.locate(batch)
+        view = self.space.view(trainer.lightning_module, batch, self.adapter, self.forward)
+        x = view.x
         if self.channels_last and x.dim() == 4:
             x = x.contiguous(memory_format=torch.channels_last)
         eps_scale, step_scale = self.scales()
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         return ObjectiveStep(
             module=trainer.lightning_module,
-            batch=batch,
+            view=view,
             x=x,
-            y=y,
             next_step=next_step,
             attack=self.attack,
             call=AttackCall(
@@ -273,8 +280,6 @@ class AdversarialTraining(Callback):
                 step_scale,
                 None if scaler is None else float(scaler.get_scale()),
             ),
-            adapter=self.adapter,
-            forward=self.forward,
             precision=self.precision,
             muter=self._muter,
             step_factor=self.step_factor,

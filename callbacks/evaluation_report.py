@@ -43,7 +43,11 @@ def accuracies(result: EvaluationResult) -> dict[str, float]:
     """Return what is logged, by key without its prefix."""
     low, high = wilson_interval(result.num_robust, result.num_samples)
     values = {"clean_acc": result.clean_acc, "acc": result.robust_acc, "acc_low": low, "acc_high": high}
-    return values | {f"{name}_acc": result.attack_acc(name) for name in result.attacks}
+    values |= {f"{name}_acc": result.attack_acc(name) for name in result.attacks}
+    if len(result.loaders) > 1:
+        values |= {f"loader{score.label}_acc": score.robust_acc for score in result.loaders}
+        values["worst_loader_acc"] = min(score.robust_acc for score in result.loaders)
+    return values
 
 
 def log_accuracies(pl_module: LightningModule, values: Mapping[str, float], prefix: str, num_samples: int) -> None:

@@ -11,18 +11,10 @@ from torch import Tensor
 
 from robustdist._lightning import LightningModule
 from robustdist.attacks.base import Attack, AttackResult, Problem
-from robustdist.core.batch import BatchAdapter
-from robustdist.core.forward import (
-    AttackPrecision,
-    Forward,
-    as_logits,
-    bind_forward,
-    captured_logits,
-    guarded_logits,
-    precision_context,
-)
+from robustdist.core.forward import AttackPrecision, as_logits, guarded_logits, precision_context
 from robustdist.core.muted import StepMuter
 from robustdist.core.rng import Noise
+from robustdist.core.space import View
 from robustdist.objectives.base import Objective, ObjectiveContext
 
 __all__ = ["AttackCall", "ObjectiveStep"]
@@ -56,33 +48,30 @@ class ObjectiveStep:
 
     Attributes:
         module: The user's module, without its distributed wrapper.
-        batch: The user's batch; never changed.
+        view: The user's batch, which never changes, as a point of the attacked space.
         next_step: Runs the user's ``training_step`` on another batch.
         attack: The inner maximiser.
         call: Its settings in this step.
-        adapter: Finds input and target.
-        forward: What maps inputs to logits.
         precision: Precision of the attack's forward passes.
         muter: Silences all runs of the step but the first.
         x: Inputs, where they are not those of the batch as it is (another memory format).
     """
 
     module: LightningModule
-    batch: Any
+    view: View
     next_step: Callable[[Any], Any]
     attack: Attack
     call: AttackCall
-    adapter: BatchAdapter
-    forward: Forward
     precision: AttackPrecision
     muter: StepMuter
     x: Tensor
-    y: Any
     step_factor: float = 1.0
     outputs: list[Any] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
-        self._forward = bind_forward(self.module, self.forward, self.batch)
+    @property
+    def y(self) -> Any:
+        """The targets."""
+        return self.view.y
 
     def run(self, objective: Objective) -> tuple[Any, dict[str, Tensor]]:
         """Return what the Trainer gets from the step, and what the objective wants logged."""
@@ -97,7 +86,7 @@ class ObjectiveStep:
             y=self.y,
             attack=lambda x, y: self.run_attack(x, y).x_adv,
             loss=self._loss,
-            logits=lambda inputs: as_logits(self._forward(inputs)),
+            logits=lambda inputs: as_logits(self.view(inputs)),
             loss_and_logits=self._loss_and_logits,
             reference=self.reference,
             problem=self._problem,
@@ -109,29 +98,28 @@ class ObjectiveStep:
     def run_attack(self, x: Tensor, y: Any) -> AttackResult:
         """Attack inputs of this batch."""
         with precision_context(self.precision, x.device):
-            return self.attack.run(self.module, x, y, forward=self._forward, **self.call.settings(len(x)))
+            return self.attack.run(self.module, x, y, forward=self.view, **self.call.settings(len(x)))
 
     def reference(self, x: Tensor) -> Tensor:
         """Return logits without a graph, from the module as the attack sees it."""
-        return guarded_logits(self.module, self._forward, x, self.attack.model_mode)
+        return guarded_logits(self.module, self.view, x, self.attack.model_mode)
 
     def _problem(self) -> Problem:
         settings = self.call.settings(len(self.x))
         noise = Noise(self.attack.seed, settings.pop("rank"), settings.pop("step"))
-        return self.attack.problem(self._forward, self.x, self.y, noise, **settings)
+        return self.attack.problem(self.view, self.x, self.y, noise, **settings)
 
     def _loss(self, inputs: Tensor) -> Tensor | None:
-        replaced = self.adapter.replace(self.batch, inputs)
         # the first call of a step is the one that the user's logs and metrics see
-        with self.muter(self.module) if self.outputs else nullcontext():
+        with self.view.at(inputs) as replaced, self.muter(self.module) if self.outputs else nullcontext():
             self.outputs.append(self.next_step(replaced))
         return _loss_of(self.outputs[-1])
 
     def _loss_and_logits(self, inputs: Tensor) -> tuple[Tensor | None, Tensor]:
-        with captured_logits(self.module, self.forward, inputs) as seen:
+        with self.view.captured(inputs) as seen:
             value = self._loss(inputs)
         # a step that augments, or calls another part, shows no logits of these inputs
-        return value, seen[0] if seen else as_logits(self._forward(inputs))
+        return value, seen[0] if seen else as_logits(self.view(inputs))
 
 
 def _loss_of(output: Any) -> Tensor | None:

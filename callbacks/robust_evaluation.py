@@ -19,9 +19,10 @@ from robustdist.callbacks.evaluation_setup import (
     warn_about_patience,
 )
 from robustdist.core.batch import BatchAdapter
-from robustdist.core.forward import Forward, bind_forward
+from robustdist.core.forward import Forward
 from robustdist.core.ranks import failing_together, gathered
 from robustdist.core.sharding import flatten_loaders, shard_of
+from robustdist.core.space import Pixels, Space
 from robustdist.errors import RobustDistWarning, UsageError
 from robustdist.evaluation.counter import BatchCounter
 from robustdist.evaluation.tally import RobustTally
@@ -41,8 +42,9 @@ class RobustEvaluation(Callback):
     Logged, for monitors: ``robust/clean_acc``, ``robust/<name>_acc`` per attack, ``robust/acc`` (worst case per image
     over all attacks) and ``robust/acc_low`` and ``robust/acc_high`` (95 % Wilson interval of ``robust/acc``).
     Epochs without an evaluation repeat the last values for monitors, but not in the loggers: an EarlyStopping must
-    have more patience than ``every_n_epochs``. Several loaders of one stage are counted together. A second evaluation
-    in the same Trainer needs a ``prefix`` of its own.
+    have more patience than ``every_n_epochs``. Several loaders of one stage are counted together;
+    ``robust/loader<n>_acc`` is then the worst case over all attacks per loader, ``robust/worst_loader_acc`` the
+    smallest of them. A second evaluation in the same Trainer needs a ``prefix`` of its own.
 
     Args:
         attacks: Attacks by name; default ``{"pgd20": PGD(steps=20)}`` (linf, 8/255). They should share norm and radius
@@ -56,6 +58,7 @@ class RobustEvaluation(Callback):
         forward: As in :class:`~robustdist.callbacks.AdversarialTraining`.
         num_examples: Images shown in the report.
         prefix: First part of the log keys.
+        space: As in :class:`~robustdist.callbacks.AdversarialTraining`.
 
     Raises:
         UsageError: If the attacks are not usable here, or a batch does not fit them; at setup for two evaluations with
@@ -77,6 +80,7 @@ class RobustEvaluation(Callback):
         forward: Forward = None,
         num_examples: int = 6,
         prefix: str = "robust",
+        space: Space | None = None,
     ) -> None:
         check_attacks(attacks)
         check_report_dir(report_dir)
@@ -91,6 +95,7 @@ class RobustEvaluation(Callback):
         self.forward = forward
         self.num_examples = num_examples
         self.prefix = prefix
+        self.space = space if space is not None else Pixels()
         #: Result of the last finished evaluation.
         self.result: EvaluationResult | None = None
         #: Images of the last finished evaluation (rank zero).
@@ -238,7 +243,7 @@ class RobustEvaluation(Callback):
         self._counter = None
         if due:
             self._counter = BatchCounter(
-                RobustTally(self.attacks, self.num_examples),
+                RobustTally(self.attacks, self.num_examples if self.space.has_pictures else 0),
                 loaders,
                 rank=trainer.global_rank,
                 world_size=trainer.world_size,
@@ -246,6 +251,7 @@ class RobustEvaluation(Callback):
                 adapter=self.adapter,
                 forward=self.forward,
                 max_samples=self.max_samples,
+                space=self.space,
             )
 
     def _is_due(self, trainer: Trainer) -> bool:
@@ -261,10 +267,10 @@ class RobustEvaluation(Callback):
         return gap == 0 or gap >= self.every_n_epochs
 
     def _check(self, trainer: Trainer, pl_module: LightningModule, batch: Any) -> None:
-        with failing_together() if self._everywhere else nullcontext():
-            x, y, *_ = self.adapter.locate(batch)
-            with attack_context(trainer, pl_module.device):
-                RobustTally(self.attacks).check(pl_module, bind_forward(pl_module, self.forward, batch), x, y)
+        together = failing_together() if self._everywhere else nullcontext()
+        with together, attack_context(trainer, pl_module.device):
+            view = self.space.view(pl_module, batch, self.adapter, self.forward)
+            RobustTally(self.attacks).check(pl_module, view, view.x, view.y)
 
     def _keep(self, batch: Any) -> None:
         if self._counter is not None:

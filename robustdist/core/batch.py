@@ -73,6 +73,14 @@ class BatchAdapter:
         target_path, y = self.target(batch, input_path)
         return Located(x, y, input_path, target_path)
 
+    def copied(self, batch: Any, *paths: tuple[Key, ...]) -> Any:
+        """Return a batch like ``batch`` with copies of the tensors at ``paths``; containers on the way are copied."""
+        for path in paths:
+            value = self._get(batch, path, "input_key")
+            if isinstance(value, Tensor):
+                batch = _replaced(batch, path, value.clone())
+        return batch
+
     def target(self, batch: Any, input_path: tuple[Key, ...]) -> tuple[tuple[Key, ...], Any]:
         """Return path and value of the target of ``batch``, whose input is at ``input_path``.
 

@@ -25,12 +25,14 @@ class View(ABC):
     Attributes:
         x: The clean point, shape (batch, ...), without a graph.
         y: The targets.
+        path: Where in the batch that lies which ``x`` is made of.
         mask: Which tokens an attack may move, shape (batch, tokens); None where all of ``x`` may move.
         rowwise: Whether ``view(x[rows])`` makes sense, because the output reads nothing but the given rows.
     """
 
     x: Tensor
     y: Any
+    path: tuple[Key, ...]
     mask: Tensor | None = None
     rowwise: bool = True
 
@@ -49,6 +51,13 @@ class View(ABC):
 
 class Space(ABC):
     """Base of what can be attacked; a space holds settings, a view one batch."""
+
+    #: Whether a point of the space is something to look at.
+    has_pictures = False
+
+    @abstractmethod
+    def kept(self, batch: Any, adapter: BatchAdapter) -> Any:
+        """Return a batch that stays as it is when a step takes ``batch`` apart or writes into its tensors."""
 
     @abstractmethod
     def view(self, module: nn.Module, batch: Any, adapter: BatchAdapter | None = None, forward: Forward = None) -> View:
@@ -69,6 +78,13 @@ class Space(ABC):
 class Pixels(Space):
     """The input tensor itself, as the batch holds it."""
 
+    has_pictures = True
+
+    def kept(self, batch: Any, adapter: BatchAdapter) -> Any:
+        """Return the batch with copies of input and target."""
+        _, _, input_path, target_path = adapter.locate(batch)
+        return adapter.copied(batch, input_path, target_path)
+
     def view(self, module: nn.Module, batch: Any, adapter: BatchAdapter | None = None, forward: Forward = None) -> View:
         """Return the batch's input and the module that takes it; arguments as in :meth:`Space.view`."""
         return _PixelView(module, batch, adapter or BatchAdapter(), forward)
@@ -76,7 +92,7 @@ class Pixels(Space):
 
 class _PixelView(View):
     def __init__(self, module: nn.Module, batch: Any, adapter: BatchAdapter, forward: Forward) -> None:
-        self.x, self.y, *_ = adapter.locate(batch)
+        self.x, self.y, self.path, _ = adapter.locate(batch)
         # a function may read other entries of the batch, which have all rows
         self.rowwise = not callable(forward)
         self._module, self._batch, self._adapter, self._forward = module, batch, adapter, forward
@@ -148,6 +164,15 @@ class Embeddings(Space):
         self.mask_key = mask_key
         self.frozen_ids = tuple(frozen_ids)
 
+    def kept(self, batch: Any, adapter: BatchAdapter) -> Any:
+        """Return the batch with copies of ids, mask and target."""
+        ids_path, _ = adapter.entry(batch, self.ids_key, "ids_key")
+        target_path, _ = adapter.target(batch, ids_path)
+        paths = [ids_path, target_path]
+        if self.mask_key is not None:
+            paths.append(adapter.entry(batch, self.mask_key, "mask_key")[0])
+        return adapter.copied(batch, *paths)
+
     def view(self, module: nn.Module, batch: Any, adapter: BatchAdapter | None = None, forward: Forward = None) -> View:
         """Return the clean embeddings of the batch; arguments as in :meth:`Space.view`.
 
@@ -168,7 +193,7 @@ class Embeddings(Space):
         x = self._embedded(module, layer, ids)
         mask = self._mask(batch, adapter, ids, getattr(layer, "padding_idx", None))
         call = _Call(module, forward, batch, ids_path, target_path)
-        return _EmbeddingView(self, layer, batch, ids, x, y, mask, call)
+        return _EmbeddingView(self, layer, batch, ids_path, ids, x, y, mask, call)
 
     def _embedded(self, module: nn.Module, layer: nn.Module, ids: Tensor) -> Tensor:
         with pure(module, "eval", ids.device, 0), torch.no_grad():
@@ -223,13 +248,14 @@ class _EmbeddingView(View):
         space: Embeddings,
         layer: nn.Module,
         batch: Any,
+        ids_path: tuple[Key, ...],
         ids: Tensor,
         x: Tensor,
         y: Any,
         mask: Tensor,
         call: _Call,
     ) -> None:
-        self.x, self.y, self.mask = x, y, mask
+        self.x, self.y, self.path, self.mask = x, y, ids_path, mask
         self._space, self._layer, self._batch, self._ids, self._call = space, layer, batch, ids, call
         self._fixed = ~mask[..., None]
         self._num_perturbed = 0

@@ -6,11 +6,12 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from robustdist.core.batch import BatchAdapter
-from robustdist.core.forward import Forward, bind_forward
+from robustdist.core.forward import Forward
 from robustdist.core.sharding import Shard, fingerprint, flatten_loaders, shard_of
+from robustdist.core.space import Pixels, Space, View
 from robustdist.evaluation.tally import RobustTally
 
 __all__ = ["BatchCounter"]
@@ -28,6 +29,7 @@ class BatchCounter:
         adapter: Finds input and target in a batch.
         forward: Which function of a module gives the logits.
         max_samples: Count only the first samples of each data set; None for all.
+        space: What is attacked; default the pixels of the batch.
 
     Attributes:
         uncertain: Whether padded samples could not be told from real ones.
@@ -44,26 +46,21 @@ class BatchCounter:
         adapter: BatchAdapter,
         forward: Forward,
         max_samples: int | None = None,
+        space: Space | None = None,
     ) -> None:
         self.tally = tally
         self.adapter = adapter
         self.forward = forward
         self.max_samples = max_samples
+        self.space = space if space is not None else Pixels()
         self.uncertain = False
         self.shards = shards_of(loaders, rank, world_size, gather)
         self._places: dict[int, int] = {}
-        self._batch: tuple[Any, Tensor, Any] | None = None
-
-    @property
-    def whole_batch(self) -> bool:
-        """Whether the forward pass may read more of a batch than the input."""
-        return callable(self.forward)
+        self._batch: Any = None
 
     def keep(self, batch: Any) -> None:
         """Keep a batch as it is before the user's step, which may take it apart or write into it."""
-        x, y, *_ = self.adapter.locate(batch)
-        x, y = x.clone(), y.clone() if isinstance(y, Tensor) else y
-        self._batch = self.adapter.replace(batch, x), x, y
+        self._batch = self.space.kept(batch, self.adapter)
 
     def count(self, module: nn.Module, loader: int, context: AbstractContextManager[None]) -> None:
         """Attack the batch that was kept and count it.
@@ -75,10 +72,15 @@ class BatchCounter:
         """
         if self._batch is None:
             return
-        (batch, x, y), self._batch = self._batch, None
+        batch, self._batch = self._batch, None
+        with context:
+            self._count(module, loader, self.space.view(module, batch, self.adapter, self.forward))
+
+    def _count(self, module: nn.Module, loader: int, view: View) -> None:
+        x, y = view.x, view.y
         shard = self.shards[loader]
         # several loaders at once: which of them hands out this input cannot be told
-        combined = len(self.shards) > 1 and len(self.adapter.locate(batch).input_path) > 1
+        combined = len(self.shards) > 1 and len(view.path) > 1
         if combined or not shard.exact:
             self.tally.mark_uncertain()
             self.uncertain = True
@@ -90,11 +92,9 @@ class BatchCounter:
         counted = [row for row, sample_id in enumerate(ids) if sample_id is not None]
         if not counted:
             return
-        forward = bind_forward(module, self.forward, batch)
-        if not self.whole_batch and len(counted) < len(x):
+        if view.rowwise and len(counted) < len(x):
             x, y, ids = x[counted], y[counted], [ids[row] for row in counted]
-        with context:
-            self.tally.update(module, forward, x, y, ids, loader=loader, whole_batch=self.whole_batch)
+        self.tally.update(module, view, x, y, ids, loader=loader, whole_batch=not view.rowwise)
 
 
 def shards_of(loaders: Any, rank: int, world_size: int, gather: Callable[[Any], list[Any]]) -> list[Shard]:

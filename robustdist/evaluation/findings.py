@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from robustdist.attacks.base import Attack
-from robustdist.attacks.functional import distance
 from robustdist.evaluation.forwards import NUM_FORWARDS
 from robustdist.evaluation.records import Records
 from robustdist.report.result import Check
@@ -65,10 +64,11 @@ class Findings:
             setattr(self, entry.name, max(getattr(found, entry.name) for found in (self, *others)))
 
 
-def excess(attack: Attack, x_adv: Tensor, x: Tensor) -> float:
+def excess(attack: Attack, x_adv: Tensor, x: Tensor, mask: Tensor | None = None) -> float:
     """Return by how much ``x_adv`` exceeds the radius around ``x`` or the pixel range, relative to that range.
 
-    Measured in pixel units, after the normalisation was undone; infinite for an image that is not finite.
+    Measured in pixel units, after the normalisation was undone, and for embeddings as their attack measures them;
+    infinite for an image that is not finite. ``mask`` says which tokens of a sequence are real.
     """
     adversarial, clean = attack.to_pixels(x_adv), attack.to_pixels(x)
     if not bool(torch.isfinite(adversarial).all()):
@@ -77,7 +77,7 @@ def excess(attack: Attack, x_adv: Tensor, x: Tensor) -> float:
     found = 0.0
     if attack.radius is not None:
         radius = attack.eps * (1 + _L1_ROUNDING) if attack.norm == "l1" else attack.eps
-        found = float(distance(adversarial, clean, attack.norm).max()) - radius
+        found = float(attack.distance(x_adv, x, mask).max()) - radius
     if attack.bounds is not None:
         low, high = (float(value) for value in torch.aminmax(adversarial))
         # a white pixel normalised in half precision lies a little outside already

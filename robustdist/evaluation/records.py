@@ -91,11 +91,18 @@ class Records:
 
     def classes(self) -> list[ClassScore]:
         """Return the counts of each class that occurs, in the order of labels."""
-        label, clean, robust = self.column("label"), self.clean, self.robust
+        return self._scores(self.column("label"))
+
+    def loaders(self) -> list[ClassScore]:
+        """Return the counts of each loader that had images, in order; ``label`` is its place."""
+        return self._scores(self.column("loader"))
+
+    def _scores(self, groups: Tensor) -> list[ClassScore]:
+        clean, robust = self.clean, self.robust
         return [
             ClassScore(value, int(mine.sum()), int((clean & mine).sum()), int((robust & mine).sum()))
-            for value in sorted(set(label.tolist()))
-            for mine in [label == value]
+            for value in sorted(set(groups.tolist()))
+            for mine in [groups == value]
         ]
 
     def waterfall(self) -> list[Step]:

@@ -125,6 +125,7 @@ class RobustTally:
         whole_batch: bool,
     ) -> tuple[Tensor, Tensor]:
         """Fill ``rows`` in; return the images after the attack that fooled the model and what it takes them for."""
+        mask = getattr(forward, "mask", None)  # only views of sequences have one, and those are attacked whole
         correct = (rows[:, self.records.place("label")] == rows[:, self.records.place("prediction")]) & pending
         chosen = torch.arange(len(x)) if whole_batch else correct.nonzero()[:, 0]
         ids = rows[chosen, 1].tolist()
@@ -139,7 +140,7 @@ class RobustTally:
                 prediction = guarded_logits(module, forward, found.x_adv).argmax(1).cpu()
                 held[chosen] &= prediction == rows[chosen, self.records.place("label")]
                 attacked = correct[chosen]
-                self.findings.excess = max(self.findings.excess, excess(attack, found.x_adv, x[on_device]))
+                self.findings.excess = max(self.findings.excess, excess(attack, found.x_adv, x[on_device], mask))
                 rows[chosen, self.records.place(name, "blind")] = (found.no_gradient.cpu() & attacked).long()
                 stage = getattr(found, "stage", None)
                 if stage is not None:
@@ -234,6 +235,7 @@ class RobustTally:
             checks=cheap_checks(self.records, self.findings),
             seed=next(iter(self.attacks.values())).seed,
             classes=self.records.classes(),
+            loaders=self.records.loaders(),
             waterfall=self.records.waterfall(),
             precision=self.precision,
         )

@@ -63,12 +63,22 @@ class Check:
 
 @dataclass(frozen=True)
 class ClassScore:
-    """The samples of one class: how many there are, are right without attack, and stay right under every attack."""
+    """The samples of one class or loader: how many there are, how many are right, and stay right under every attack."""
 
     label: int
     num_samples: int
     num_clean: int
     num_robust: int
+
+    @property
+    def clean_acc(self) -> float:
+        """Share of samples that are right without attack."""
+        return self.num_clean / max(1, self.num_samples)
+
+    @property
+    def robust_acc(self) -> float:
+        """Share of samples that stay right under every attack."""
+        return self.num_robust / max(1, self.num_samples)
 
 
 @dataclass(frozen=True)
@@ -129,6 +139,7 @@ class EvaluationResult:
         checks: Tests of the evaluation itself, by name; also those that were not run.
         seed: Seed of the attacks.
         classes: One entry per class that occurs, in the order of labels.
+        loaders: The same per loader that had samples, in their order; ``label`` is the place of the loader.
         waterfall: From clean through all attacks in order: what was still right after each.
         curves: Accuracy of a subset against "eps", "steps" and "restarts", where measured.
         precision: Number format of the inputs that were attacked, for example "float32".
@@ -144,6 +155,7 @@ class EvaluationResult:
     checks: dict[str, Check] = field(default_factory=dict)
     seed: int = 0
     classes: list[ClassScore] = field(default_factory=list)
+    loaders: list[ClassScore] = field(default_factory=list)
     waterfall: list[Step] = field(default_factory=list)
     curves: dict[str, list[CurvePoint]] = field(default_factory=dict)
     precision: str | None = None
@@ -192,10 +204,8 @@ class EvaluationResult:
             "seed": self.seed,
             "precision": self.precision,
             "model_hash": self.model_hash,
-            "classes": [
-                asdict(score) | {"robust_interval": list(wilson_interval(score.num_robust, score.num_samples))}
-                for score in self.classes
-            ],
+            "classes": [_with_interval(score) for score in self.classes],
+            "loaders": [_with_interval(score) for score in self.loaders],
             "waterfall": [asdict(step) for step in self.waterfall],
             "curves": {
                 name: [asdict(point) | {"interval": list(_interval(point))} for point in points]
@@ -223,6 +233,7 @@ class EvaluationResult:
             checks=checks,
             seed=report["seed"],
             classes=[ClassScore(**_without(entry, "robust_interval")) for entry in report.get("classes", [])],
+            loaders=[ClassScore(**_without(entry, "robust_interval")) for entry in report.get("loaders", [])],
             waterfall=[Step(**entry) for entry in report.get("waterfall", [])],
             curves={
                 name: [CurvePoint(**_without(entry, "interval")) for entry in points]
@@ -232,6 +243,10 @@ class EvaluationResult:
             model_hash=report.get("model_hash"),
             saved=None if saved is None else SavedScore(**saved),
         )
+
+
+def _with_interval(score: ClassScore) -> dict[str, Any]:
+    return asdict(score) | {"robust_interval": list(wilson_interval(score.num_robust, score.num_samples))}
 
 
 def _interval(point: CurvePoint) -> tuple[float, float]:
