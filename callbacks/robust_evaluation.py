@@ -84,6 +84,8 @@ class RobustEvaluation(Callback):
     ) -> None:
         check_attacks(attacks)
         check_report_dir(report_dir)
+        if space is not None and not isinstance(space, Space):
+            raise UsageError(f"space={space!r} is not an instance of robustdist's Space: create one")
         for option, value in (("every_n_epochs", every_n_epochs), ("max_samples", max_samples)):
             if value is not None and value < 1:
                 raise UsageError(f"{option}={value} must be at least 1")

@@ -134,7 +134,7 @@ class BatchAdapter:
         if not floating:
             raise UsageError(
                 f"the batch has no floating-point tensor to attack ({described}): "
-                "convert images to float in [0, 1], or name the entry with input_key"
+                "convert images to float in [0, 1], name the entry with input_key, or set space=Embeddings() for ids"
             )
         if not _is_named(batch):
             if len(floating) > 1:
