@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from robustdist.core.containers import (
+    Key,
+    describe,
+    entries_of,
+    entry_of,
+    is_container,
+    is_named,
+    replaced,
+    shown,
+)
+from robustdist.core.rows import taken
 from robustdist.errors import UsageError
 
-__all__ = ["BatchAdapter", "Located"]
-
-Key = str | int
+__all__ = ["BatchAdapter", "Key", "Located"]
 
 #: Names under which data sets hand out images, in the order of preference.
 INPUT_KEYS = ("pixel_values", "images", "image", "x", "inputs", "input")
@@ -67,7 +74,7 @@ class BatchAdapter:
         if not isinstance(x, Tensor) or not x.is_floating_point():
             what = f"{x.dtype} tensor" if isinstance(x, Tensor) else type(x).__name__
             raise UsageError(
-                f"input_key={_shown(input_path)!r} is a {what}, not a floating-point tensor: "
+                f"input_key={shown(input_path)!r} is a {what}, not a floating-point tensor: "
                 "convert images to float, or name another entry"
             )
         target_path, y = self.target(batch, input_path)
@@ -104,7 +111,20 @@ class BatchAdapter:
 
     def replace(self, batch: Any, x: Tensor) -> Any:
         """Return a batch like ``batch`` with the input ``x``; containers on the way are copied, tensors are shared."""
-        return _replaced(batch, self.locate(batch).input_path, x)
+        return replaced(batch, self.locate(batch).input_path, x)
+
+    def replace_target(self, batch: Any, y: Any) -> Any:
+        """Return a batch like ``batch`` with the target ``y``; containers on the way are copied."""
+        return replaced(batch, self.locate(batch).target_path, y)
+
+    def take(self, batch: Any, rows: Tensor) -> Any:
+        """Return a batch like ``batch`` with the samples numbered ``rows``, in that order.
+
+        Raises:
+            UsageError: If an entry cannot be cut, as :func:`robustdist.core.rows.taken` says.
+        """
+        x, _, *paths = self.locate(batch)
+        return taken(batch, rows, len(x), *paths)
 
     @staticmethod
     def _path(batch: Any, key: Key) -> tuple[Key, ...]:
@@ -116,15 +136,15 @@ class BatchAdapter:
     @staticmethod
     def _get(batch: Any, path: tuple[Key, ...], option: str) -> Any:
         try:
-            return functools.reduce(_entry, path, batch)
+            return functools.reduce(entry_of, path, batch)
         except (KeyError, IndexError, TypeError, AttributeError):
-            described = ", ".join(_describe(batch)) or "no entries"
-            raise UsageError(f"{option}={_shown(path)!r} is not in the batch: it has {described}") from None
+            described = ", ".join(describe(batch)) or "no entries"
+            raise UsageError(f"{option}={shown(path)!r} is not in the batch: it has {described}") from None
 
     def _guess_input(self, batch: Any) -> tuple[Key, ...]:
-        entries = _entries(batch)
-        described = ", ".join(_describe(batch)) or "no entries"
-        nested = [key for key, value in entries if _is_container(value)]
+        entries = entries_of(batch)
+        described = ", ".join(describe(batch)) or "no entries"
+        nested = [key for key, value in entries if is_container(value)]
         if nested:
             raise UsageError(
                 f"the batch is nested ({described}): name the tensors by a path, "
@@ -136,7 +156,7 @@ class BatchAdapter:
                 f"the batch has no floating-point tensor to attack ({described}): "
                 "convert images to float in [0, 1], name the entry with input_key, or set space=Embeddings() for ids"
             )
-        if not _is_named(batch):
+        if not is_named(batch):
             if len(floating) > 1:
                 raise UsageError(
                     f"the batch has several floating-point tensors ({described}): "
@@ -151,9 +171,9 @@ class BatchAdapter:
         raise UsageError(f"which entry of the batch is the input is ambiguous ({described}): name it with input_key")
 
     def _guess_target(self, batch: Any, input_path: tuple[Key, ...]) -> tuple[Key, ...]:
-        described = ", ".join(_describe(batch))
-        entries = _entries(batch)
-        if not _is_named(batch):
+        described = ", ".join(describe(batch))
+        entries = entries_of(batch)
+        if not is_named(batch):
             if len(input_path) == 1 and isinstance(input_path[0], int):
                 following = input_path[0] + 1
                 if 0 < following < len(entries):
@@ -165,99 +185,3 @@ class BatchAdapter:
             return (known[0],)
         problem = "several entries could be the target" if known else "no entry looks like a target"
         raise UsageError(f"{problem} ({described}): name it with target_key")
-
-
-def _is_named(batch: Any) -> bool:
-    return isinstance(batch, Mapping) or dataclasses.is_dataclass(batch)
-
-
-def _is_container(value: Any) -> bool:
-    if isinstance(value, (str, bytes, type)):
-        return False
-    if not isinstance(value, (Mapping, Sequence)) and not dataclasses.is_dataclass(value):
-        return False
-    return any(isinstance(item, Tensor) or _is_container(item) for _, item in _entries(value))
-
-
-def _entries(batch: Any) -> list[tuple[Any, Any]]:
-    if isinstance(batch, Mapping):
-        return list(batch.items())
-    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        return [(field.name, getattr(batch, field.name)) for field in dataclasses.fields(batch)]
-    if isinstance(batch, Sequence) and not isinstance(batch, (str, bytes)):
-        return list(enumerate(batch))
-    raise UsageError(
-        f"a batch of type {type(batch).__name__} is not understood: "
-        "let the loader return a tuple, list, dict, named tuple or dataclass, "
-        "or name its attributes with input_key and target_key"
-    )
-
-
-def _describe(batch: Any) -> list[str]:
-    shown = []
-    for key, value in _entries(batch):
-        what = f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}" if isinstance(value, Tensor) else None
-        shown.append(f"{key}: {what or type(value).__name__}")
-    return shown
-
-
-def _shown(path: tuple[Key, ...]) -> str:
-    return ".".join(str(part) for part in path)
-
-
-def _entry(container: Any, key: Key) -> Any:
-    if isinstance(container, Mapping):
-        if key not in container:  # a default dictionary would make the entry
-            raise KeyError(key)
-        return container[key]
-    if isinstance(key, str):
-        return getattr(container, key)
-    if isinstance(container, Tensor):
-        raise TypeError("a path ends at a tensor")
-    return container[key]
-
-
-def _replaced(container: Any, path: tuple[Key, ...], x: Tensor) -> Any:
-    if not path:
-        return x
-    key, rest = path[0], path[1:]
-    value = _replaced(_entry(container, key), rest, x)
-    if hasattr(container, "_replace") and hasattr(container, "_fields"):
-        return container._replace(**{key if isinstance(key, str) else container._fields[key]: value})
-    if hasattr(container, "__setitem__") or (isinstance(key, str) and not isinstance(container, Mapping)):
-        # a shallow copy keeps the type of Hugging Face's BatchEncoding and of ordered or default dictionaries, and
-        # does not run a dataclass's __post_init__ once more
-        return _changed_copy(container, key, value)
-    if isinstance(container, Mapping):
-        return type(container)({**container, key: value})  # type: ignore[call-arg]
-    items = list(container)
-    items[int(key)] = value
-    return type(container)(items)
-
-
-def _changed_copy(container: Any, key: Key, value: Any) -> Any:
-    before = _entry(container, key)
-    copied = copy.copy(container)
-    try:
-        _write(copied, key, value)
-    except (AttributeError, TypeError):
-        raise UsageError(
-            f"{key!r} cannot be replaced in a batch of type {type(container).__name__}: "
-            "name an entry that can be set with input_key, or let the loader return a dict"
-        ) from None
-    if _entry(container, key) is not before:
-        _write(container, key, before)
-        raise UsageError(
-            f"copy.copy of a batch of type {type(container).__name__} shares its entries with the original: "
-            "give the class a __copy__, or let the loader return a dict"
-        )
-    return copied
-
-
-def _write(container: Any, key: Key, value: Any) -> None:
-    if isinstance(container, Mapping) or isinstance(key, int):
-        container[key] = value
-    elif dataclasses.is_dataclass(container):
-        object.__setattr__(container, key, value)  # also a frozen one
-    else:
-        setattr(container, key, value)
