@@ -85,7 +85,7 @@ class BatchAdapter:
         for path in paths:
             value = self._get(batch, path, "input_key")
             if isinstance(value, Tensor):
-                batch = _replaced(batch, path, value.clone())
+                batch = replaced(batch, path, value.clone())
         return batch
 
     def target(self, batch: Any, input_path: tuple[Key, ...]) -> tuple[tuple[Key, ...], Any]:
