@@ -16,9 +16,10 @@ from robustdist.attacks.schedules import Schedule
 from robustdist.callbacks.objective_state import load_objective, objective_states
 from robustdist.callbacks.objective_step import AttackCall, ObjectiveStep
 from robustdist.callbacks.progress import Progress
-from robustdist.callbacks.rehearsal import rehearse
+from robustdist.callbacks.rehearsal import prepare_fast_path, rehearse
 from robustdist.core.batch import BatchAdapter
-from robustdist.core.forward import AttackPrecision, Forward
+from robustdist.core.fast_path import AutoFlag, AutoPrecision, FastPath
+from robustdist.core.forward import Forward
 from robustdist.core.layout import channels_last_weights
 from robustdist.core.muted import StepMuter
 from robustdist.core.ranks import failing_together
@@ -50,10 +51,11 @@ class AdversarialTraining(Callback):
             (module, x, batch).
         attack_loss: Loss that the attack increases, in place of the attack's own: "ce", "margin" or a function of
             (logits, target); needed for targets that are not class indices.
-        precision: Precision of the attack's forward passes: "inherit" from the trainer, "bf16" (autocast) or "32".
-            Perturbation and projection are in float32 in any case. Under "true" half or double precision of the
-            trainer only "inherit" makes sense.
-        channels_last: Keep four-dimensional weights and inputs in channels-last order during fit.
+        precision: Precision of the attack's forward passes: "inherit" from the trainer, "bf16" (autocast), "32", or
+            "auto". Perturbation and projection are in float32 in any case. Under "true" half or double precision of
+            the trainer only "inherit" makes sense.
+        channels_last: Keep four-dimensional weights and inputs in channels-last order during fit. With "auto" only the
+            attack may work in that order.
         eps_schedule: Factor on the radius over training, for example ``LinearRamp(share=0.3)``. It follows executed
             optimiser steps (one that a gradient scaler skips does not count) since this callback first took part; in
             manual optimisation, where Lightning does not know how often the module will step, it follows batches.
@@ -62,8 +64,14 @@ class AdversarialTraining(Callback):
         space: What is attacked: default :class:`~robustdist.attacks.Pixels`, the input tensor of the batch;
             :class:`~robustdist.attacks.Embeddings` for the output of an embedding layer, where the batch holds token
             ids and ``input_key`` is not used.
+        fold_batch_norm: Fold batch norm into convolutions during the attack, true, false or "auto".
+        compile: Compile the forward pass of the attack with ``torch.compile``.
+
+    The options "auto" measure on the first batch, on every process, and the choice of the first process is used and
+    logged; it may differ on another machine. See :class:`~robustdist.core.fast_path.FastPath`.
 
     Attributes:
+        fast_path: How the forward passes of the attack run, and what was measured.
         step_factor: Factor on the step size of the inner attack beside its schedule, 1.0 at the start of every training
             and kept in checkpoints; for guards that shrink the step.
 
@@ -85,15 +93,23 @@ class AdversarialTraining(Callback):
         target_key: str | int | None = None,
         forward: Forward = None,
         attack_loss: Literal["ce", "margin"] | AttackLoss | None = None,
-        precision: AttackPrecision = "inherit",
-        channels_last: bool = False,
+        precision: AutoPrecision = "inherit",
+        channels_last: AutoFlag = False,
         eps_schedule: Schedule | None = None,
         step_size_schedule: Schedule | None = None,
         order: int = 0,
         space: Space | None = None,
+        fold_batch_norm: AutoFlag = False,
+        compile: bool = False,
     ) -> None:
-        if precision not in ("inherit", "bf16", "32"):
-            raise UsageError(f"precision={precision!r} is unknown: choose inherit, bf16 or 32")
+        part = forward if isinstance(forward, str) else ""
+        self.fast_path = FastPath(precision, channels_last, fold_batch_norm, compile, part)
+        if compile and callable(forward):
+            raise UsageError(
+                "compile=True needs to know which part to compile: give forward as the path of a sub-module"
+            )
+        if compile and not isinstance(space, (Pixels, type(None))):
+            raise UsageError(f"compile=True does not go with space={type(space).__name__}: set compile=False")
         if isinstance(objective, Attack):
             raise UsageError(f"objective={type(objective).__name__}(...) is an attack: pass it as attack=")
         for option, schedule in (("eps_schedule", eps_schedule), ("step_size_schedule", step_size_schedule)):
@@ -113,7 +129,7 @@ class AdversarialTraining(Callback):
         self.adapter = BatchAdapter(input_key, target_key)
         self.forward = forward
         self.space = space if space is not None else Pixels()
-        self.precision: AttackPrecision = precision
+        self.precision = precision
         self.channels_last = channels_last
         self.eps_schedule = eps_schedule
         self.step_size_schedule = step_size_schedule if step_size_schedule is not None else eps_schedule
@@ -135,7 +151,8 @@ class AdversarialTraining(Callback):
             return
         with failing_together():
             self._check_combination(trainer, pl_module)
-        if self.channels_last:
+        self.fast_path.forget()
+        if self.channels_last is True:
             self._layout = ExitStack()
             self._layout.enter_context(channels_last_weights(pl_module))
         if trainer.global_step == 0:
@@ -156,7 +173,7 @@ class AdversarialTraining(Callback):
             needs_second_pass=self.objective.needs_second_pass,
             option=f"AdversarialTraining(objective={type(self.objective).__name__})",
         )
-        if self.precision != "inherit" and trainer.precision not in ("32-true", "bf16-mixed", "16-mixed"):
+        if self.precision not in ("inherit", "auto") and trainer.precision not in ("32-true", "bf16-mixed", "16-mixed"):
             raise UsageError(
                 f"precision={self.precision!r} of the attack does not go with precision={trainer.precision!r} of the "
                 "Trainer, whose weights have that type: use precision='inherit'"
@@ -255,6 +272,8 @@ class AdversarialTraining(Callback):
             self._rehearsed = True
             with failing_together():
                 rehearse(step, self.objective)
+            if self.fast_path.needs_batch:
+                self._prepare_fast_path(trainer, step)
         output, logs = step.run(self.objective)
         self._logs = {"eps": self.attack.eps * step.call.eps_scale, **logs}
         self._batch_size = len(step.x)
@@ -263,7 +282,7 @@ class AdversarialTraining(Callback):
     def _step(self, trainer: Trainer, next_step: Callable[[Any], Any], batch: Any) -> ObjectiveStep:
         view = self.space.view(trainer.lightning_module, batch, self.adapter, self.forward)
         x = view.x
-        if self.channels_last and x.dim() == 4:
+        if self.channels_last is True and x.dim() == 4:
             x = x.contiguous(memory_format=torch.channels_last)
         eps_scale, step_scale = self.scales()
         scaler = getattr(trainer.precision_plugin, "scaler", None)
@@ -280,10 +299,16 @@ class AdversarialTraining(Callback):
                 step_scale,
                 None if scaler is None else float(scaler.get_scale()),
             ),
-            precision=self.precision,
+            fast_path=self.fast_path,
             muter=self._muter,
             step_factor=self.step_factor,
         )
+
+    def _prepare_fast_path(self, trainer: Trainer, step: ObjectiveStep) -> None:
+        with failing_together():
+            prepare_fast_path(step, self.objective)
+        self.fast_path.adopt(trainer.strategy.broadcast(self.fast_path.chosen))
+        rank_zero_info(str(self.fast_path))
 
     def _release(self, trainer: Trainer) -> None:
         StepInterceptor.of(trainer.strategy).remove(self._training_step)
@@ -292,6 +317,7 @@ class AdversarialTraining(Callback):
         if self._layout is not None:
             self._layout.close()
             self._layout = None
+        self.fast_path.close()
         self._muter = StepMuter()  # its stand-ins hold the user's metrics
         self._logs = {}
         self._replayed = None

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from robustdist._lightning import LightningModule
 from robustdist.attacks.base import Attack, AttackResult, Problem
-from robustdist.core.forward import AttackPrecision, as_logits, guarded_logits, precision_context
+from robustdist.core.fast_path import FastPath
+from robustdist.core.forward import as_logits, guarded_logits
 from robustdist.core.muted import StepMuter
 from robustdist.core.rng import Noise
 from robustdist.core.space import View
@@ -52,7 +53,7 @@ class ObjectiveStep:
         next_step: Runs the user's ``training_step`` on another batch.
         attack: The inner maximiser.
         call: Its settings in this step.
-        precision: Precision of the attack's forward passes.
+        fast_path: How the forward passes of the attack run.
         muter: Silences all runs of the step but the first.
         x: Inputs, where they are not those of the batch as it is (another memory format).
     """
@@ -62,7 +63,7 @@ class ObjectiveStep:
     next_step: Callable[[Any], Any]
     attack: Attack
     call: AttackCall
-    precision: AttackPrecision
+    fast_path: FastPath
     muter: StepMuter
     x: Tensor
     step_factor: float = 1.0
@@ -97,7 +98,7 @@ class ObjectiveStep:
 
     def run_attack(self, x: Tensor, y: Any) -> AttackResult:
         """Attack inputs of this batch."""
-        with precision_context(self.precision, x.device):
+        with self.fast_path.applied(self.module, self.attack.model_mode):
             return self.attack.run(self.module, x, y, forward=self.view, **self.call.settings(len(x)))
 
     def reference(self, x: Tensor) -> Tensor:

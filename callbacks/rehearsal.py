@@ -1,4 +1,4 @@
-"""Try the attack once before anything is trained."""
+"""Try the attack on the first batch, before anything is trained."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from robustdist.core.forward import looks_like_probabilities
 from robustdist.errors import RobustDistWarning
 from robustdist.objectives.base import Objective
 
-__all__ = ["rehearse"]
+__all__ = ["prepare_fast_path", "rehearse"]
 
 # Share of images without a gradient to follow above which the user is told.
 _NO_GRADIENT_SHARE = 0.1
@@ -41,3 +41,23 @@ def rehearse(step: ObjectiveStep, objective: Objective) -> None:
             "(huge logits or a part without gradient); try attack_loss='margin'",
             category=RobustDistWarning,
         )
+
+
+def prepare_fast_path(step: ObjectiveStep, objective: Objective) -> None:
+    """Let the fast path look at the first batch of the real attack.
+
+    Raises:
+        UsageError: If one of its options does not go with the module.
+    """
+    step = replace(step, call=replace(step.call, step=0, eps_scale=1.0, step_scale=1.0))
+    problem = step.context().problem()
+    # not at the clean inputs, where an objective that attacks predictions has no gradient
+    x = problem.start("fast path")
+    targets = step.reference(step.x) if objective.attacks_predictions else problem.y
+    step.fast_path.prepare(
+        step.module,
+        x,
+        forward=problem.logits,
+        loss=lambda logits: problem.loss(logits, targets).sum() * problem.loss_scale,
+        mode=step.attack.model_mode,
+    )

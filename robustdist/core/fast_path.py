@@ -57,7 +57,7 @@ class FastPath:
     in for the module's own; parameters, buffers, gradients, modes and hooks are not touched.
 
     :meth:`prepare` looks at the first batch: it finds what can be folded and checks it, and resolves "auto" by
-    measuring. Until it is called, "auto" counts as off and nothing is folded.
+    measuring. Until it is called, "auto" counts as off and nothing is folded or compiled.
 
     Args:
         precision: "inherit" (autocast as the caller has it), "bf16", "32" or "auto".
@@ -66,6 +66,7 @@ class FastPath:
             nowhere else; the other ones get a backward pass for their input alone.
         compile: ``torch.compile`` the forward pass with frozen parameters. For the shape of the first batch; batches of
             another shape, and passes without gradient, run uncompiled.
+        part: Path of the sub-module to compile, through which the inputs go; "" for the module itself.
 
     Attributes:
         chosen: The settings in use.
@@ -87,12 +88,18 @@ class FastPath:
         1
     """
 
+    trials: list[Trial]
+    notes: list[str]
+    num_norms: int
+    _pairs: list[ConvNormPair]
+
     def __init__(
         self,
         precision: AutoPrecision = "inherit",
         channels_last: AutoFlag = False,
         fold_batch_norm: AutoFlag = False,
         compile: bool = False,
+        part: str = "",
     ) -> None:
         known = (*get_args(AttackPrecision), "auto")
         if precision not in known:
@@ -106,16 +113,14 @@ class FastPath:
         self.channels_last = channels_last
         self.fold_batch_norm = fold_batch_norm
         self.compile = compile
-        self.trials: list[Trial] = []
-        self.notes: list[str] = []
-        self.chosen = FastPathSettings(
-            precision="inherit" if precision == "auto" else precision,
-            channels_last=channels_last is True,
-            compile=compile,
-        )
-        self.num_norms = 0
-        self._pairs: list[ConvNormPair] = []
+        self.part = part
         self._compiled: dict[nn.Module, CompiledForward] = {}
+        self.forget()
+
+    @property
+    def needs_batch(self) -> bool:
+        """Whether some option has to see a batch before it can be used, so that :meth:`prepare` is due."""
+        return bool(self.fold_batch_norm or self.compile) or "auto" in (self.precision, self.channels_last)
 
     @property
     def num_folded(self) -> int:
@@ -130,7 +135,6 @@ class FastPath:
         forward: Callable[[Tensor], Any] | None = None,
         loss: Callable[[Tensor], Tensor] | None = None,
         mode: _Mode = "eval",
-        part: nn.Module | None = None,
     ) -> None:
         """Find out on a real batch what can be used, and resolve "auto".
 
@@ -140,12 +144,11 @@ class FastPath:
             forward: Maps inputs to logits; default ``module``.
             loss: Maps logits to the scalar that the attack differentiates; default cross-entropy of the predictions.
             mode: Mode of ``module`` during the attack.
-            part: The part of ``module`` to compile, through which ``forward`` goes; default ``module``.
 
         Raises:
             UsageError: If the module's weights are sharded, or ``compile`` is asked for and fails.
         """
-        self.trials, self.notes, self._pairs, self.num_norms = [], [], [], 0
+        self.forget()
         probe = Probe(module, x, module if forward is None else forward, loss, mode)
         if self.channels_last or self.fold_batch_norm or self.compile:
             _check_whole(module)
@@ -159,29 +162,37 @@ class FastPath:
             chosen = choose(self.trials)
         self.adopt(chosen.compiled(self.compile))
         if self.compile:
-            self._check_compiled(probe, part)
+            self._check_compiled(probe)
 
     def adopt(self, chosen: FastPathSettings) -> None:
         """Use these settings, for example what the first of several processes chose."""
         self.chosen = chosen
+
+    def forget(self) -> None:
+        """Forget what :meth:`prepare` found out."""
+        self.trials, self.notes, self.num_norms, self._pairs = [], [], 0, []
+        self.chosen = FastPathSettings(
+            precision="inherit" if self.precision == "auto" else self.precision,
+            channels_last=self.channels_last is True,
+        )
+        self.close()
 
     def close(self) -> None:
         """Let go of compiled code."""
         self._compiled.clear()
 
     @contextmanager
-    def applied(self, module: nn.Module, mode: _Mode = "eval", part: nn.Module | None = None) -> Iterator[None]:
+    def applied(self, module: nn.Module, mode: _Mode = "eval") -> Iterator[None]:
         """Make forward passes of ``module`` cheap inside the context, at the weights that it has on entry.
 
         Args:
             module: The module under attack, the one that was prepared.
             mode: The mode in which it will be called; the caller sets it (``Attack.run`` does).
-            part: The part to compile; default ``module``.
 
         Raises:
             UsageError: If the module's weights are sharded.
         """
-        with self._applied(self.chosen, module, mode, part):
+        with self._applied(self.chosen, module, mode):
             yield
 
     def __str__(self) -> str:
@@ -233,13 +244,13 @@ class FastPath:
             return [False]
         return [False, True] if self.fold_batch_norm == "auto" else [True]
 
-    def _check_compiled(self, probe: Probe, part: nn.Module | None) -> None:
+    def _check_compiled(self, probe: Probe) -> None:
         if compiled_part(probe.module) is not None:
             raise UsageError("compile=True but the module is compiled already: set compile=False")
         with self._applied(self.chosen.compiled(False), probe.module, probe.mode):
             reference = probe.gradient()
         try:
-            with self._applied(self.chosen, probe.module, probe.mode, part):
+            with self._applied(self.chosen, probe.module, probe.mode):
                 kept = agreement(reference, probe.gradient())
         except RuntimeError as error:
             self.close()
@@ -252,15 +263,13 @@ class FastPath:
     # --- in every attack
 
     @contextmanager
-    def _applied(
-        self, settings: FastPathSettings, module: nn.Module, mode: _Mode, part: nn.Module | None = None
-    ) -> Iterator[None]:
+    def _applied(self, settings: FastPathSettings, module: nn.Module, mode: _Mode) -> Iterator[None]:
         if settings.needs_whole_weights:
             _check_whole(module)
         with ExitStack() as stack:
             stack.enter_context(precision_context(settings.precision, _device(module)))
             if settings.compile:
-                part = module if part is None else part
+                part = module.get_submodule(self.part)
                 if part not in self._compiled:
                     self._compiled[part] = CompiledForward(part)
                 # the compiled backward pass would make gradients of all weights that require one, and drop them

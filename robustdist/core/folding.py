@@ -45,7 +45,8 @@ def fixed_norms(module: nn.Module, mode: Literal["eval", "train"]) -> Iterator[t
     """Yield the batch norms of ``module`` that use their running statistics when it is called in ``mode``.
 
     Mode "train" leaves the flags of all parts as they are, so there only the norms frozen on purpose are fixed. A
-    subclass may compute anything, hence exact types; one without running statistics uses those of the batch.
+    subclass may compute anything, hence exact types; a norm without running statistics uses those of the batch. Norms
+    in half precision are left out: the folded numbers would be rounded once more.
     """
     for name, norm in module.named_modules():
         if (
@@ -54,6 +55,7 @@ def fixed_norms(module: nn.Module, mode: Literal["eval", "train"]) -> Iterator[t
             and "forward" not in vars(norm)
             and isinstance(norm.running_mean, Tensor)
             and isinstance(norm.running_var, Tensor)
+            and norm.running_var.dtype in _DTYPES
         ):
             yield name, norm
 
