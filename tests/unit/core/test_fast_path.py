@@ -260,8 +260,7 @@ def test_sharded_weights_are_refused(option):
     net = nn.Sequential(nn.Flatten(), ShardedLinear(192, 5))
     for call in (lambda f: f.prepare(net, X), lambda f: f._applied(f.chosen, net, "eval").__enter__()):
         fast_path = FastPath(**option)
-        if option == {"fold_batch_norm": "auto"}:
-            fast_path.adopt(FastPathSettings(fold_batch_norm=True))
+        fast_path.adopt(FastPathSettings(**dict.fromkeys(option, True)))
         with pytest.raises(UsageError, match=r"sharded.*: set channels_last=False"):
             call(fast_path)
     # autocast alone needs no copies
