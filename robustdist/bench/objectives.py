@@ -8,7 +8,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
@@ -30,43 +30,49 @@ from robustdist.core.guard import forked_rng
 from robustdist.data import DigitsDataModule, FashionMNISTDataModule, ImageDataModule, MNIST5kDataModule
 from robustdist.errors import RobustDistWarning, UsageError
 from robustdist.evaluation import RobustTally
-from robustdist.objectives import AWP, DAT, FGSMRS, MART, NFGSM, PGDAT, TRADES, FastBAT, GradAlign, Objective
+from robustdist.objectives import AWP, DAT, FGSMRS, MART, NFGSM, PGDAT, TRADES, FastBAT, FreeAT, GradAlign, Objective
 from robustdist.types import check_count
 
 __all__ = ["bench_objectives"]
 
 _BATCH_SIZE = 100
-_LR = 5e-3
-_RAMP = 0.3
 _NUM_CHECKS = 15
 _ACCURACIES = {"clean_acc": "clean", "pgd20_acc": "PGD-20", "margin_acc": "margin"}
 
 
 @dataclass(frozen=True)
 class _Setting:
-    """A data set, its radius, the steps of multi-step attacks in training, and the length of training."""
+    """A data set, its radius, the steps of multi-step attacks in training, and how it is trained on."""
 
     data: type[ImageDataModule]
     eps: float
     steps: int
     epochs: int
+    lr: float = 5e-3
+    ramp: float = 0.3
 
 
 _SETTINGS = {
     "mnist5k": _Setting(MNIST5kDataModule, eps=0.3, steps=7, epochs=15),
-    "fashion_mnist": _Setting(FashionMNISTDataModule, eps=0.1, steps=5, epochs=2),
+    "fashion_mnist": _Setting(FashionMNISTDataModule, eps=0.1, steps=5, epochs=1),
     "digits": _Setting(DigitsDataModule, eps=0.1, steps=5, epochs=10),
 }
 
 
 @dataclass(frozen=True)
 class _Method:
-    """One row of the table; ``steps`` and ``step_share`` (of the radius) are those of its attack, if not the usual."""
+    """One row of the table.
+
+    Attributes:
+        steps, step_share: Steps of its attack and their size over the radius, if not the usual ones.
+        passes: Epochs of the Trainer that make one pass over the data.
+    """
 
     name: str
     make: Callable[[], Objective] | None
     steps: int | None = None
     step_share: float | None = None
+    passes: int = 1
 
     def attack(self, setting: _Setting, seed: int) -> Attack:
         """Return the attack that the objective is given."""
@@ -78,6 +84,7 @@ _METHODS = {
     "standard": _Method("ordinary training", None),
     "fgsm_rs": _Method("FGSM-RS", FGSMRS),
     "n_fgsm": _Method("N-FGSM", NFGSM),
+    "n_fgsm_free": _Method("N-FGSM, noise not clipped", lambda: NFGSM(clip_noise=False)),
     "grad_align": _Method("GradAlign", GradAlign),
     "pgd2": _Method("PGD-2, step eps/2", PGDAT, steps=2, step_share=0.5),
     "pgd_at": _Method("PGD-AT", PGDAT),
@@ -85,6 +92,7 @@ _METHODS = {
     "mart": _Method("MART", MART),
     "awp": _Method("AWP on PGD-AT", AWP),
     "dat": _Method("DAT", DAT),
+    "free_at": _Method("FreeAT, 4 replays", FreeAT, passes=4),
     "fast_bat": _Method("Fast-BAT, relative step", FastBAT),
     "fast_bat_paper": _Method("Fast-BAT, constant of the paper", lambda: FastBAT(step="paper")),
 }
@@ -96,27 +104,32 @@ def bench_objectives(
     seeds: list[int] | None = None,
     out: str | None = None,
     epochs: int | None = None,
+    lr: float = 5e-3,
+    ramp: float = 0.3,
     num_test: int = 500,
     threads: int = 1,
 ) -> dict[str, Any]:
     """Train one small net per objective and seed, and measure its robust accuracy.
 
     The net (166,406 parameters) is trained through the Trainer and AdversarialTraining in batches of 100, with Adam and
-    a one-cycle rate that peaks at 5e-3; the radius and the attack's step grow over the first 30 % of the steps.
-    mnist5k: 4000 training images, eps 0.3, 15 epochs, 7 attack steps of 2.5 eps / 7; fashion_mnist: 55,000, eps 0.1, 2
-    epochs, 5 steps; digits: 1397 images of 8x8, eps 0.1, 10 epochs, 5 steps. A CatastrophicOverfittingGuard looks on,
-    15 times per training, at 256 training images, and only warns. Judged on test images: "pgd20" is PGD with 20 steps
-    of eps / 8 on cross-entropy, "margin" 50 such steps on the margin, best of 2 starts. A seed sets the initial
-    weights, the order of the batches and the random starts; the split of the data is always the same.
+    a one-cycle rate; radius and attack step grow at first. mnist5k: 4000 training images, eps 0.3, 15 epochs, 7 attack
+    steps of 2.5 eps / 7; fashion_mnist: 55,000, eps 0.1, 1 epoch, 5 steps; digits: 1397 images of 8x8, eps 0.1, 10
+    epochs, 5 steps. FreeAT takes four times as many, cheaper updates. A CatastrophicOverfittingGuard looks on, 15 times
+    per training, at 256 training images, and only warns; its time is part of the seconds. Judged on test images:
+    "pgd20" is PGD with 20 steps of eps / 8 on cross-entropy, "margin" 50 such steps on the margin, best of 2 starts. A
+    seed sets the initial weights, the order of the batches and the random starts; the split of the data is always the
+    same.
 
     Args:
         data: Data set.
-        objectives: Rows, by key; default all: standard, fgsm_rs, n_fgsm, grad_align, pgd2, pgd_at, trades, mart, awp,
-            dat, fast_bat, fast_bat_paper.
+        objectives: Rows, by key; default all: standard, fgsm_rs, n_fgsm, n_fgsm_free, grad_align, pgd2, pgd_at, trades,
+            mart, awp, dat, free_at, fast_bat, fast_bat_paper.
         seeds: One training each; default 0, 1 and 2.
         out: JSON file for the figures, written after every training; its folder must exist. If it holds figures of the
             same settings, what is there is not measured again.
         epochs: Length of training, if not the usual one of the data set.
+        lr: Peak of the learning rate.
+        ramp: Share of the steps over which radius and attack step grow; 0 for none.
         num_test: Test images, the first ones.
         threads: Threads that torch may use.
 
@@ -127,21 +140,13 @@ def bench_objectives(
     Raises:
         UsageError: If an argument is out of range, or ``out`` holds something else, before anything is measured.
     """
-    if data not in _SETTINGS:
-        raise UsageError(f"data={data!r} is unknown: choose one of {', '.join(_SETTINGS)}")
-    keys = list(dict.fromkeys(_METHODS if objectives is None else objectives))
-    unknown = [key for key in keys if key not in _METHODS]
-    if unknown or not keys:
-        raise UsageError(f"objectives={unknown} are unknown: choose some of {', '.join(_METHODS)}")
+    setting = _checked_setting(data, epochs, lr, ramp)
+    keys = _checked_keys(objectives)
     chosen_seeds = list(dict.fromkeys((0, 1, 2) if seeds is None else seeds))
     if not chosen_seeds:
         raise UsageError("seeds is empty: give at least one, for example 0")
     for option, value in (("num_test", num_test), ("threads", threads)):
         check_count(value, option)
-    setting = _SETTINGS[data]
-    if epochs is not None:
-        check_count(epochs, "epochs")
-        setting = _Setting(setting.data, setting.eps, setting.steps, epochs)
     settings = {
         "data": data,
         "eps": setting.eps,
@@ -149,8 +154,8 @@ def bench_objectives(
         "epochs": setting.epochs,
         "num_test": num_test,
         "batch_size": _BATCH_SIZE,
-        "lr": _LR,
-        "ramp": _RAMP,
+        "lr": lr,
+        "ramp": ramp,
         "threads": threads,
     }
     path = check_out(out)
@@ -182,6 +187,25 @@ def bench_objectives(
     return result
 
 
+def _checked_setting(data: str, epochs: int | None, lr: float, ramp: float) -> _Setting:
+    if data not in _SETTINGS:
+        raise UsageError(f"data={data!r} is unknown: choose one of {', '.join(_SETTINGS)}")
+    if not 0 < lr < float("inf"):
+        raise UsageError(f"lr={lr} must be positive")
+    if ramp:
+        LinearRamp(ramp)  # refuses what is out of range
+    setting = replace(_SETTINGS[data], lr=lr, ramp=ramp)
+    return setting if epochs is None else replace(setting, epochs=check_count(epochs, "epochs"))
+
+
+def _checked_keys(objectives: Sequence[str] | None) -> list[str]:
+    keys = list(dict.fromkeys(_METHODS if objectives is None else objectives))
+    unknown = [key for key in keys if key not in _METHODS]
+    if unknown or not keys:
+        raise UsageError(f"objectives={unknown} are unknown: choose some of {', '.join(_METHODS)}")
+    return keys
+
+
 def _finished(path: Path, settings: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the runs that an earlier call with the same settings left in the file."""
     if not path.exists():
@@ -200,9 +224,10 @@ def _finished(path: Path, settings: dict[str, Any]) -> list[dict[str, Any]]:
 class _Classifier(LightningModule):
     """Cross-entropy with Adam and a one-cycle rate."""
 
-    def __init__(self, net: nn.Module) -> None:
+    def __init__(self, net: nn.Module, lr: float) -> None:
         super().__init__()
         self.net = net
+        self.lr = lr
 
     def forward(self, x: Tensor) -> Tensor:
         logits: Tensor = self.net(x)
@@ -212,9 +237,9 @@ class _Classifier(LightningModule):
         return F.cross_entropy(self(batch[0]), batch[1])
 
     def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.Adam(self.parameters(), lr=_LR)
+        optimizer = torch.optim.Adam(self.parameters(), lr=self.lr)
         schedule = torch.optim.lr_scheduler.OneCycleLR(
-            optimizer, max_lr=_LR, total_steps=int(self.trainer.estimated_stepping_batches)
+            optimizer, max_lr=self.lr, total_steps=int(self.trainer.estimated_stepping_batches)
         )
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
@@ -243,18 +268,18 @@ def _describe(method: _Method, setting: _Setting) -> str:
 
 
 def _run(method: _Method, setting: _Setting, data: ImageDataModule, seed: int, num_test: int) -> dict[str, Any]:
-    module = _Classifier(small_conv_net(data.input_shape[-1], data.num_classes))
+    module = _Classifier(small_conv_net(data.input_shape[-1], data.num_classes), setting.lr)
     callbacks: list[Callback] = []
     guard: CatastrophicOverfittingGuard | None = None
     if method.make is not None:
-        num_steps = setting.epochs * len(data.train_dataloader())
+        num_steps = method.passes * setting.epochs * len(data.train_dataloader())
         guard = CatastrophicOverfittingGuard(every_n_steps=max(1, num_steps // _NUM_CHECKS))
-        ramp = LinearRamp(_RAMP)
+        ramp = LinearRamp(setting.ramp) if setting.ramp else None
         callbacks = [AdversarialTraining(method.make(), method.attack(setting, seed), eps_schedule=ramp), guard]
     trainer = Trainer(
         accelerator="cpu",
         devices=1,
-        max_epochs=setting.epochs,
+        max_epochs=method.passes * setting.epochs,
         callbacks=callbacks,
         logger=False,
         enable_checkpointing=False,

@@ -17,14 +17,16 @@ class NFGSM(PGDAT):
 
     Args:
         noise: Size of the noise over the radius.
+        clip_noise: Clip the noise to the image box, as the released code does.
 
     References:
         de Jorge et al., "Make Some Noise: Reliable and Efficient Single-Step Adversarial Training".
     """
 
-    def __init__(self, noise: float = 2.0) -> None:
+    def __init__(self, noise: float = 2.0, clip_noise: bool = True) -> None:
         NoiseFGSM(noise=noise)  # refuses what the attack would refuse
         self.noise = noise
+        self.clip_noise = clip_noise
 
     def adapt(self, attack: Attack) -> Attack:
         """Return the noisy step with radius, units and loss of the user's attack."""
@@ -32,6 +34,7 @@ class NFGSM(PGDAT):
             norm=attack.norm,
             eps=attack.eps,
             noise=self.noise,
+            clip_noise=self.clip_noise,
             bounds=attack.bounds,
             mean=attack.mean,
             std=attack.std,

@@ -43,6 +43,8 @@ def figures(run):
         ({"objectives": []}, "choose some of standard"),
         ({"seeds": []}, "seeds is empty"),
         ({"epochs": 0}, "epochs"),
+        ({"lr": 0.0}, "lr=0.0 must be positive"),
+        ({"ramp": 1.5}, "share=1.5"),
         ({"num_test": 0}, "num_test"),
         ({"threads": 0}, "threads"),
         ({"out": "/nowhere/at/all.json"}, "does not exist"),
@@ -102,6 +104,26 @@ def test_ordinary_training_is_the_loop_that_one_would_write():
     assert run["pgd20_acc"] == pytest.approx(robust.float().mean().item())
     assert run["guard"] is None
     assert 0 < run["robust_acc"] <= min(run["pgd20_acc"], run["margin_acc"]) < run["clean_acc"]
+
+
+@pytest.mark.slow
+def test_length_rate_and_ramp_reach_the_training(monkeypatch):
+    seen = []
+
+    class Spy(AdversarialTraining):
+        def on_train_batch_end(self, trainer, *args):
+            super().on_train_batch_end(trainer, *args)
+            rate = trainer.optimizers[0].param_groups[0]["max_lr"]
+            seen.append((float(trainer.callback_metrics["robust/eps"]), rate))
+
+    monkeypatch.setattr(objectives, "AdversarialTraining", Spy)
+    for ramp, lr in ((0.5, 0.01), (0, 5e-3)):
+        bench_objectives(**FEW, objectives=["pgd2"], lr=lr, ramp=ramp)
+    assert [eps for eps, _ in seen] == pytest.approx([0.1 * min(1, step / 7) for step in range(1, 15)] + [0.1] * 14)
+    assert [rate for _, rate in seen] == [0.01] * 14 + [5e-3] * 14
+    seen.clear()
+    bench_objectives(**FEW, objectives=["free_at"])
+    assert len(seen) == 56  # every batch four times
 
 
 @pytest.mark.slow

@@ -76,7 +76,7 @@ ROWS = [
     Row("TRADES", TRADES, ("clean",), "raaatt", "TRADES(beta=6.0)", **TRADES_OPTIONS),
     Row("MART", MART, ("adv",), "aaatt", "MART(beta=5.0)", needs_classes=True),
     Row("FGSMRS", FGSMRS, ("adv",), "at", "FGSMRS(step_factor=1.25)", plain=True),
-    Row("NFGSM", NFGSM, ("adv",), "at", "NFGSM(noise=2.0)", plain=True),
+    Row("NFGSM", NFGSM, ("adv",), "at", "NFGSM(noise=2.0, clip_noise=True)", plain=True),
     Row(
         "GradAlign", GradAlign, ("adv",), "atgg", "GradAlign(weight=0.2, step_factor=1.25)", frozenset({"misalignment"})
     ),

@@ -124,9 +124,11 @@ def fgsm_rs(x: Tensor, y: Tensor, factor: float) -> Loss:
     return lambda net: F.cross_entropy(net(one_step(net, x, y, factor)), y)
 
 
-def n_fgsm(x: Tensor, y: Tensor, size: float) -> Loss:
+def n_fgsm(x: Tensor, y: Tensor, size: float, clip: bool = True) -> Loss:
     def loss(net: nn.Module) -> Tensor:
-        start = uniform_start(x, size * EPS).clamp(0, 1)
+        start = uniform_start(x, size * EPS)
+        if clip:
+            start = start.clamp(0, 1)
         return F.cross_entropy(net((start + EPS * slope(summed_ce(net, y), start).sign()).clamp(0, 1)), y)
 
     return loss
@@ -154,6 +156,7 @@ FORMULAS: list[tuple[Objective, Callable[[Tensor, Tensor], Loss]]] = [
     (FGSMRS(step_factor=0.6), lambda x, y: fgsm_rs(x, y, 0.6)),
     (NFGSM(), lambda x, y: n_fgsm(x, y, 2.0)),
     (NFGSM(noise=1.0), lambda x, y: n_fgsm(x, y, 1.0)),
+    (NFGSM(clip_noise=False), lambda x, y: n_fgsm(x, y, 2.0, clip=False)),
     (GradAlign(), lambda x, y: grad_align(x, y, 0.2)),
     (GradAlign(weight=2.0), lambda x, y: grad_align(x, y, 2.0)),
 ]
