@@ -2,5 +2,6 @@
 
 from robustdist.bench.attack import bench_attack
 from robustdist.bench.objectives import bench_objectives
+from robustdist.bench.text import bench_text
 
-__all__ = ["bench_attack", "bench_objectives"]
+__all__ = ["bench_attack", "bench_objectives", "bench_text"]

@@ -302,8 +302,9 @@ def test_texts_and_configs_name_them_in_full():
     assert pattern.search("from callbacks import AdversarialTraining")
 
 
-def test_the_shipped_modules_are_unmodified_lightning_modules():
-    path = ROOT / "examples" / "classifiers.py"
+@pytest.mark.parametrize("name", ["classifiers.py", "text_classifier.py"])
+def test_the_shipped_modules_are_unmodified_lightning_modules(name):
+    path = ROOT / "examples" / name
     roots = {name.split(".")[0] for name in imported(ast.parse(path.read_text()))}
     assert "robustdist" not in roots
     assert "lightning" in roots

