@@ -17,8 +17,8 @@ def tiny_bert(seed: int = 0, **options: Any) -> nn.Module:
     from transformers import BertConfig, BertForSequenceClassification
 
     dropout = options.pop("dropout", 0.0)
+    defaults: dict[str, Any] = {"vocab_size": VOCABULARY, "num_labels": 3, **options}
     config = BertConfig(
-        vocab_size=VOCABULARY,
         hidden_size=16,
         num_hidden_layers=2,
         num_attention_heads=2,
@@ -28,8 +28,7 @@ def tiny_bert(seed: int = 0, **options: Any) -> nn.Module:
         attention_probs_dropout_prob=dropout,
         # larger than BERT's own 0.02, so that a random model already tells tokens apart
         initializer_range=0.4,
-        num_labels=3,
-        **options,
+        **defaults,
     )
     torch.manual_seed(seed)
     return BertForSequenceClassification(config)
