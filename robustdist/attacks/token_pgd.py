@@ -13,7 +13,7 @@ from robustdist.attacks.base import Problem
 from robustdist.attacks.pgd import PGD
 from robustdist.core.rng import Noise
 from robustdist.errors import UsageError
-from robustdist.types import Number
+from robustdist.types import AttackLoss, Number
 
 __all__ = ["TokenPGD", "TokenProblem"]
 
@@ -75,16 +75,15 @@ class TokenPGD(PGD):
         random_start: bool = True,
         restarts: int = 1,
         start_std: float | None = None,
-        **kwargs: Any,
+        targeted: bool = False,
+        attack_loss: Literal["ce", "margin"] | AttackLoss = "ce",
+        model_mode: Literal["eval", "train"] = "eval",
+        seed: int = 0,
     ) -> None:
         if per not in ("token", "sequence"):
             raise UsageError(f"per={per!r} is unknown: choose token or sequence")
         if norm != "l2":
             raise UsageError(f"norm={norm!r} is not bounded per token: TokenPGD knows l2, PGD(bounds=None) the others")
-        for option in ("bounds", "mean", "std"):
-            if kwargs.get(option) is not None:
-                raise UsageError(f"{option} belongs to images: embeddings have no pixel units, leave it out")
-            kwargs.pop(option, None)
         super().__init__(
             eps=eps,
             steps=steps,
@@ -92,9 +91,12 @@ class TokenPGD(PGD):
             random_start=random_start,
             restarts=restarts,
             start_std=start_std,
-            norm="l2",
+            norm=norm,
             bounds=None,
-            **kwargs,
+            targeted=targeted,
+            attack_loss=attack_loss,
+            model_mode=model_mode,
+            seed=seed,
         )
         self.per: Literal["token", "sequence"] = per
         self.relative = relative

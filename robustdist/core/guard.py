@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, Literal
 
@@ -18,6 +18,7 @@ __all__ = [
     "ordinary_attributes",
     "ordinary_tensors",
     "pure",
+    "rewindable_rng",
     "unchanged_buffers",
 ]
 
@@ -132,6 +133,21 @@ def forked_rng(device: torch.device, seed: int) -> Iterator[None]:
             random.setstate(python_state)
             if numpy is not None:
                 numpy.random.set_state(numpy_state)
+
+
+def rewindable_rng(device: torch.device) -> Callable[[], None]:
+    """Return a function that puts torch's global random states, of the CPU and of ``device``, back to those of now."""
+    state = torch.get_rng_state()
+    if device.type in ("cpu", "meta"):
+        return lambda: torch.set_rng_state(state)
+    backend = torch.get_device_module(device.type)
+    device_state = backend.get_rng_state(device)
+
+    def rewind() -> None:
+        torch.set_rng_state(state)
+        backend.set_rng_state(device_state, device)
+
+    return rewind
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from robustdist.core.guard import rewindable_rng
 from robustdist.objectives.base import Objective, ObjectiveContext
 from robustdist.types import check_count
 
@@ -24,7 +25,7 @@ class FreeLB(Objective):
     over K backward passes; here they are one loss with one backward pass, so that accumulation, clipping, loss scaling
     and the reduction over processes see it whole. The price is memory: the graphs of K passes are alive at once. The
     ascent takes its gradients from the same passes: K forward and K full backward passes, and K-1 backward passes to
-    the input. With dropout every pass draws its own mask, as K calls of the user's step do.
+    the input. All passes draw the same random numbers, so that dropout has one mask along the ascent.
 
     The user's attack gives norm, radius and step size; its own number of steps is not used, so give ``step_size``.
 
@@ -45,10 +46,12 @@ class FreeLB(Objective):
     def compute(self, context: ObjectiveContext) -> Tensor | None:
         """Return the mean of the ordinary losses along the ascent."""
         problem = context.problem()
+        rewind = rewindable_rng(problem.x.device)
         point = problem.start(0)
         losses: list[Tensor] = []
         for step in range(self.steps):
             point = point.detach().requires_grad_()
+            rewind()
             loss = context.loss(context.from_pixels(point))
             if loss is None:
                 return None

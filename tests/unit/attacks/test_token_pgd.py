@@ -294,9 +294,6 @@ def test_what_it_is_shows_in_reports():
     [
         ({"per": "word"}, "per='word' is unknown: choose token or sequence"),
         ({"norm": "linf"}, "norm='linf'"),
-        ({"bounds": (0, 1)}, "bounds belongs to images"),
-        ({"mean": 0.5, "std": 0.5}, "mean belongs to images"),
-        ({"std": 0.5}, "std belongs to images"),
         ({"steps": 0}, "steps=0"),
         ({"eps": -1}, "eps=-1"),
     ],

@@ -65,6 +65,29 @@ def test_the_steps_are_its_own_and_the_last_loss_is_larger():
     assert float(mean_of_more.detach()) > float(losses[0].detach())
 
 
+def test_dropout_has_one_mask_along_the_ascent():
+    net, x, y = sentences()
+    net.insert(2, nn.Dropout(0.5))
+    attack = TokenPGD(eps=EPS, step_size=0)
+    logs: list[dict[str, Tensor]] = []
+
+    class Watched(FreeLB):
+        def compute(self, context):
+            loss = super().compute(context)
+            logs.append(context.logs)
+            return loss
+
+    torch.manual_seed(5)
+    FreeLB(1)(net, x, y, attack=attack)
+    state = torch.get_rng_state()
+    torch.manual_seed(5)
+    Watched(3)(net, x, y, attack=attack)
+    # without a step the points are the same, and so are the losses, bit for bit
+    assert torch.equal(logs[0]["first_loss"], logs[0]["last_loss"])
+    assert torch.equal(torch.get_rng_state(), state)  # the next draw is that after one pass
+    assert not torch.equal(FreeLB(1)(net, x, y, attack=attack), FreeLB(1)(net, x, y, attack=attack))
+
+
 def test_pixels_keep_their_box():
     """In pixel space the points are those of PGD in its box."""
     torch.manual_seed(0)
