@@ -6,14 +6,15 @@ import copy
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from dataclasses import replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from robustdist.attacks.functional import ascent_step, distance, project, random_start
-from robustdist.attacks.losses import LOSSES, check_class_indices, checked_loss
+from robustdist.attacks.functional import distance
+from robustdist.attacks.losses import LOSSES, LossName, check_class_indices, checked_loss
+from robustdist.attacks.problem import AttackResult, Problem
 from robustdist.core.forward import as_logits
 from robustdist.core.guard import ordinary_tensors, pure
 from robustdist.core.rng import Noise, derive_seed
@@ -25,94 +26,6 @@ __all__ = ["Attack", "AttackResult", "Problem"]
 # Room for the rounding of a normalise/denormalise round trip when the range of a batch is checked; half precision
 # needs more, see check_inputs.
 _BOUNDS_TOLERANCE = 1e-4
-
-
-_NO_GRAPH = (
-    "the model's output does not depend on its input through autograd: "
-    "remove no_grad/detach/argmax from forward, or name the differentiable part with the option forward"
-)
-
-
-class AttackResult(NamedTuple):
-    """What an attack found.
-
-    Attributes:
-        x_adv: Adversarial inputs; shape, dtype, device and memory format of ``x``.
-        no_gradient: Shape (batch,), True where the input gradient was zero or non-finite at every step, so that the
-            attack had nothing to follow. A robust accuracy built on such samples says nothing.
-    """
-
-    x_adv: Tensor
-    no_gradient: Tensor
-
-
-@dataclass
-class Problem:
-    """One attack call in pixel units and at least float32: what ``Attack.perturb`` works on.
-
-    Attributes:
-        x: Clean inputs, shape (batch, ...), in pixel units.
-        y: Targets as the attack loss takes them; for a targeted attack the classes to reach.
-        logits: Maps pixel inputs to logits, shape (batch, classes), at least float32.
-        loss: Maps (logits, y) to the loss that the attack increases, one value per sample or a scalar.
-        norm, eps, step_size, bounds: The threat model and the step, in pixel units.
-        noise: The only source of randomness.
-    """
-
-    x: Tensor
-    y: Any
-    logits: Callable[[Tensor], Tensor]
-    loss: Callable[[Tensor, Any], Tensor]
-    norm: Norm
-    eps: float
-    step_size: float
-    bounds: Bounds
-    noise: Noise
-    loss_scale: float = 1.0
-    followed: Tensor = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.followed = torch.zeros(len(self.x), dtype=torch.bool, device=self.x.device)
-
-    def gradient(self, x_adv: Tensor) -> Tensor:
-        """Return the gradient of the summed loss at ``x_adv``; entries that are not finite become zero.
-
-        The loss is summed, not averaged: a sample's gradient must not depend on who shares its batch. It is taken
-        with respect to the input alone, so nothing reaches the weights or DDP's reducer.
-        """
-        x_adv = x_adv.detach().requires_grad_()
-        loss = self.loss(self.logits(x_adv), self.y).sum()
-        if not loss.requires_grad:
-            raise UsageError(_NO_GRAPH)
-        if self.loss_scale != 1.0:
-            loss = loss * self.loss_scale
-        try:
-            (grad,) = torch.autograd.grad(loss, x_adv, allow_unused=True)
-        except RuntimeError as error:
-            if "use_reentrant" not in str(error):
-                raise
-            raise UsageError(
-                "the model uses reentrant checkpointing, which cannot give input gradients alone: "
-                "call torch.utils.checkpoint with use_reentrant=False"
-            ) from error
-        if grad is None:
-            raise UsageError(_NO_GRAPH)
-        # NaN where any entry is; no value comes back from the device
-        peak = grad.abs().amax(tuple(range(1, grad.dim())))
-        self.followed |= torch.isfinite(peak) & (peak > 0)
-        return torch.nan_to_num(grad, nan=0.0, posinf=0.0, neginf=0.0)
-
-    def project(self, x_adv: Tensor) -> Tensor:
-        """Return ``x_adv`` projected onto the threat model."""
-        return project(x_adv, self.x, self.eps, self.norm, self.bounds)
-
-    def start(self, *tag: int | str) -> Tensor:
-        """Return a random point of the threat model; ``tag`` tells one draw from another."""
-        return random_start(self.x, self.eps, self.norm, self.bounds, self.noise, *tag)
-
-    def ascent(self, grad: Tensor, x_adv: Tensor) -> Tensor:
-        """Return the direction of steepest ascent at ``x_adv``; one step adds ``step_size`` times it."""
-        return ascent_step(grad, x_adv, self.norm, self.bounds)
 
 
 class Attack(ABC):
@@ -130,7 +43,8 @@ class Attack(ABC):
         bounds: Smallest and largest valid pixel; None for inputs without a box.
         mean: Per-channel mean when ``x`` arrives normalised; ``eps``, ``step_size`` and ``bounds`` stay in pixels.
         std: Per-channel standard deviation when ``x`` arrives normalised.
-        attack_loss: "ce" (cross-entropy), "margin" (largest other logit minus own), or a function of (logits, y).
+        attack_loss: "ce" (cross-entropy), "margin" (largest other logit minus own), "dlr" (difference of logits
+            ratio), or a function of (logits, y).
         model_mode: "eval", or "train" to attack the model as the training step sees it.
         seed: Seed of all random draws.
 
@@ -140,6 +54,8 @@ class Attack(ABC):
 
     #: Whether ``targeted=True`` means anything to this attack.
     supports_targeted = True
+    #: Names of the attacks that this one is made of; empty for a single attack.
+    stages: Sequence[str] = ()
     # Whether eps limits the result; attacks that search for the smallest perturbation have no radius.
     _has_eps = True
 
@@ -153,7 +69,7 @@ class Attack(ABC):
         bounds: Bounds = (0.0, 1.0),
         mean: float | Sequence[float] | None = None,
         std: float | Sequence[float] | None = None,
-        attack_loss: Literal["ce", "margin"] | AttackLoss = "ce",
+        attack_loss: LossName | AttackLoss = "ce",
         model_mode: Literal["eval", "train"] = "eval",
         seed: int = 0,
     ) -> None:
@@ -215,6 +131,7 @@ class Attack(ABC):
         eps_scale: float = 1.0,
         step_scale: float = 1.0,
         loss_scale: float = 1.0,
+        rowwise: bool = True,
     ) -> AttackResult:
         """Attack one batch.
 
@@ -229,6 +146,7 @@ class Attack(ABC):
             eps_scale: Factor on ``eps`` for this call, as schedules use it.
             step_scale: Factor on ``step_size`` for this call.
             loss_scale: Factor on the loss, against underflow in half precision.
+            rowwise: Whether ``forward`` maps every row for itself; False keeps the batch together.
 
         Raises:
             UsageError: If ``x`` is not floating point or leaves ``bounds``, or ``y`` does not fit ``attack_loss``.
@@ -253,11 +171,13 @@ class Attack(ABC):
                 eps_scale=eps_scale,
                 step_scale=step_scale,
                 loss_scale=loss_scale,
+                rowwise=rowwise,
             )
             if (self._has_eps and problem.eps == 0) or len(x) == 0:
-                return AttackResult(x_input, torch.zeros(len(x), dtype=torch.bool, device=x.device))
+                nothing = torch.zeros(len(x), dtype=torch.bool, device=x.device)
+                return AttackResult(x_input, nothing, nothing.long() - 1 if self.stages else None)
             x_adv = self._finish(self.perturb(problem).detach(), problem)
-            return AttackResult(self._to_input(x_adv, problem.x, x_input), ~problem.followed)
+            return AttackResult(self._to_input(x_adv, problem.x, x_input), ~problem.followed, problem.stage)
 
     def problem(
         self,
@@ -269,6 +189,7 @@ class Attack(ABC):
         eps_scale: float = 1.0,
         step_scale: float = 1.0,
         loss_scale: float = 1.0,
+        rowwise: bool = True,
     ) -> Problem:
         """Return one attack call in pixel units; arguments as in :meth:`run`.
 
@@ -287,9 +208,17 @@ class Attack(ABC):
             bounds=self.bounds,
             noise=noise,
             loss_scale=loss_scale,
+            targeted=self.targeted,
+            # in train mode batch statistics tie the rows together
+            rowwise=rowwise and self.model_mode == "eval",
         )
 
-    def with_loss(self, attack_loss: Literal["ce", "margin"] | AttackLoss) -> Attack:
+    def adapt(self, problem: Problem, noise: Noise) -> Problem:
+        """Return another attack's ``problem`` with this attack's loss and step size, for use as a stage of it."""
+        scale = problem.eps / self.eps if self.eps else 1.0
+        return replace(problem, loss=self._loss(), step_size=self.step_size * scale, noise=noise)
+
+    def with_loss(self, attack_loss: LossName | AttackLoss) -> Attack:
         """Return a copy of the attack that increases another loss.
 
         Raises:

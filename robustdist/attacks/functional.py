@@ -11,13 +11,14 @@ from torch import Tensor
 from robustdist.core.rng import Noise
 from robustdist.types import Bounds, Norm
 
-__all__ = ["ascent_step", "distance", "project", "project_l1_ball", "random_start"]
+__all__ = ["ascent_step", "distance", "per_row", "project", "project_l1_ball", "random_start"]
 
 # Share of the coordinates that one l1 step moves: enough that a step is not wasted on pixels pressed against the box.
 _L1_STEP_SHARE = 0.05
 
 
-def _per_row(values: Tensor, like: Tensor) -> Tensor:
+def per_row(values: Tensor, like: Tensor) -> Tensor:
+    """Return ``values`` of shape (batch,) in a shape that broadcasts over the rows of ``like``."""
     return values.view(-1, *[1] * (like.dim() - 1))
 
 
@@ -56,7 +57,7 @@ def project(x_adv: Tensor, x: Tensor, eps: float, norm: Norm, bounds: Bounds) ->
         delta.clamp_(-eps, eps)
     elif norm == "l2":
         norms = torch.linalg.vector_norm(delta.flatten(1), dim=1)
-        delta = delta * _per_row((eps / norms.clamp(min=1e-12)).clamp(max=1.0), delta)
+        delta = delta * per_row((eps / norms.clamp(min=1e-12)).clamp(max=1.0), delta)
     else:
         delta = project_l1_ball(delta, eps)
     projected = delta.add_(x)
@@ -75,7 +76,7 @@ def random_start(x: Tensor, eps: float, norm: Norm, bounds: Bounds, noise: Noise
         if norm == "l2":
             # the volume of a ball grows with radius ** dimension
             radius = radius ** (1.0 / max(1, x[0].numel()))
-        delta = direction * _per_row(eps * radius / norms, x)
+        delta = direction * per_row(eps * radius / norms, x)
     return project(x + delta, x, eps, norm, bounds)
 
 
@@ -93,8 +94,8 @@ def ascent_step(grad: Tensor, x_adv: Tensor, norm: Norm, bounds: Bounds) -> Tens
     flat = grad.flatten(1)
     if norm == "l2":
         # divided by the largest entry first: squares of 1e-23, as confident models give, would be 0 in float32
-        scaled = grad / _per_row(flat.abs().amax(1).clamp(min=torch.finfo(flat.dtype).tiny), grad)
-        return scaled / _per_row(torch.linalg.vector_norm(scaled.flatten(1), dim=1).clamp(min=1e-12), grad)
+        scaled = grad / per_row(flat.abs().amax(1).clamp(min=torch.finfo(flat.dtype).tiny), grad)
+        return scaled / per_row(torch.linalg.vector_norm(scaled.flatten(1), dim=1).clamp(min=1e-12), grad)
     if bounds is not None:
         at = x_adv.flatten(1)
         blocked = ((at <= bounds[0]) & (flat < 0)) | ((at >= bounds[1]) & (flat > 0))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +12,12 @@ from torch import Tensor
 from robustdist.errors import UsageError
 from robustdist.types import AttackLoss
 
-__all__ = ["LOSSES", "check_class_indices", "checked_loss"]
+__all__ = ["LOSSES", "LossName", "check_class_indices", "checked_loss", "targeted_dlr"]
+
+LossName: TypeAlias = Literal["ce", "margin", "dlr"]
+
+# Keeps the ratio finite where the logits that it divides by are equal.
+_TINY_GAP = 1e-12
 
 
 def _cross_entropy(logits: Tensor, y: Tensor) -> Tensor:
@@ -26,10 +31,43 @@ def _margin(logits: Tensor, y: Tensor) -> Tensor:
     return best_other - own
 
 
-LOSSES: dict[str, AttackLoss] = {"ce": _cross_entropy, "margin": _margin}
+def _dlr(logits: Tensor, y: Tensor) -> Tensor:
+    margin = _margin(logits, y)
+    if logits.shape[1] < 3:
+        return margin
+    first, _, third = logits.topk(3, dim=1).values.unbind(1)
+    return margin / (first - third).clamp(min=_TINY_GAP)
 
 
-def checked_loss(attack_loss: Literal["ce", "margin"] | AttackLoss) -> Literal["ce", "margin"] | AttackLoss:
+def targeted_dlr(logits: Tensor, y: Tensor, target: Tensor) -> Tensor:
+    r"""Return the targeted difference of logits ratio per row; with fewer than four classes its numerator.
+
+    .. math:: - \frac{z_y - z_t}{z_{\pi_1} - (z_{\pi_3} + z_{\pi_4}) / 2}
+
+    where :math:`\pi` sorts the logits in falling order.
+
+    Args:
+        logits: Shape (batch, classes).
+        y: Own classes, shape (batch,).
+        target: Classes to reach, shape (batch,).
+
+    References:
+        Croce and Hein, "Reliable Evaluation of Adversarial Robustness with an Ensemble of Diverse Parameter-free
+        Attacks".
+    """
+    own, aim = logits.gather(1, torch.stack([y.long(), target], 1)).unbind(1)
+    if logits.shape[1] < 4:
+        return aim - own
+    first, _, third, fourth = logits.topk(4, dim=1).values.unbind(1)
+    return (aim - own) / (first - (third + fourth) / 2).clamp(min=_TINY_GAP)
+
+
+#: Losses by name. "dlr", the difference of logits ratio :math:`-(z_y - \max_{i \ne y} z_i) / (z_{\pi_1} - z_{\pi_3})`,
+#: does not change with the scale of the logits; for two classes, which have no third logit, it is the margin.
+LOSSES: dict[str, AttackLoss] = {"ce": _cross_entropy, "margin": _margin, "dlr": _dlr}
+
+
+def checked_loss(attack_loss: LossName | AttackLoss) -> LossName | AttackLoss:
     """Return ``attack_loss`` if it is the name of a loss or a function.
 
     Raises:
@@ -38,7 +76,7 @@ def checked_loss(attack_loss: Literal["ce", "margin"] | AttackLoss) -> Literal["
     if callable(attack_loss) or attack_loss in LOSSES:
         return attack_loss
     raise UsageError(
-        f"attack_loss={attack_loss!r} is unknown: choose ce, margin or pass a function of (logits, target)"
+        f"attack_loss={attack_loss!r} is unknown: choose ce, margin, dlr or pass a function of (logits, target)"
     )
 
 

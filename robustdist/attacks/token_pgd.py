@@ -114,9 +114,18 @@ class TokenPGD(PGD):
             )
         return super().check_inputs(x)
 
-    def problem(self, forward: Callable[[Tensor], Any], x: Tensor, y: Any, noise: Noise, **scales: float) -> Problem:
+    def problem(
+        self,
+        forward: Callable[[Tensor], Any],
+        x: Tensor,
+        y: Any,
+        noise: Noise,
+        *,
+        rowwise: bool = True,
+        **scales: float,
+    ) -> Problem:
         """Return one attack call, with the tokens that ``forward.mask`` names; arguments as in ``Attack.problem``."""
-        plain = super().problem(forward, x, y, noise, **scales)
+        plain = super().problem(forward, x, y, noise, rowwise=rowwise, **scales)
         mask = getattr(forward, "mask", None)
         if mask is None:
             mask = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)

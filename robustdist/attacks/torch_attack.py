@@ -6,12 +6,13 @@ import difflib
 import inspect
 import re
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from robustdist.attacks.base import Attack, AttackResult, Problem
+from robustdist.attacks.losses import LossName
 from robustdist.core.guard import frozen_parameters
 from robustdist.core.rng import derive_seed
 from robustdist.errors import UsageError
@@ -155,7 +156,7 @@ class TorchAttack(Attack):
         x_adv: Tensor = attack(images, problem.y).to(problem.x.dtype) * span + low
         return x_adv
 
-    def with_loss(self, attack_loss: Literal["ce", "margin"] | AttackLoss) -> Attack:
+    def with_loss(self, attack_loss: LossName | AttackLoss) -> Attack:
         """Refuse: the attacks of torchattacks have losses of their own."""
         raise UsageError(
             f"torchattacks.{self.name} has a loss of its own, so attack_loss={attack_loss!r} cannot be used: "

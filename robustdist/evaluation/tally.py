@@ -136,7 +136,9 @@ class RobustTally:
             start = _now(x.device)
             held = correct.clone()
             if len(chosen):
-                found = attack.run(module, x[on_device], y[on_device], forward=forward, sample_ids=ids)
+                found = attack.run(
+                    module, x[on_device], y[on_device], forward=forward, sample_ids=ids, rowwise=not whole_batch
+                )
                 prediction = guarded_logits(module, forward, found.x_adv).argmax(1).cpu()
                 held[chosen] &= prediction == rows[chosen, self.records.place("label")]
                 attacked = correct[chosen]

@@ -31,8 +31,8 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PUBLIC = {
     "robustdist": ["RobustDistWarning", "UsageError", "__version__"],
     "robustdist.attacks": [
-        "FGSM", "MIFGSM", "PGD", "Attack", "AttackResult", "Embeddings", "LinearRamp", "NoiseFGSM", "Piecewise",
-        "Pixels", "Problem", "Schedule", "TokenPGD", "TorchAttack",
+        "APGD", "FAB", "FGSM", "MIFGSM", "PGD", "Attack", "AttackResult", "AutoAttack", "Embeddings", "LinearRamp",
+        "NoiseFGSM", "Piecewise", "Pixels", "Problem", "Schedule", "Square", "TokenPGD", "TorchAttack",
     ],
     "robustdist.callbacks": ["AdversarialTraining", "CatastrophicOverfittingGuard", "RobustEvaluation"],
     "robustdist.data": [

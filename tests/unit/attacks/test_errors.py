@@ -55,7 +55,7 @@ CONSTRUCTION = [
     pytest.param(PGD, {"std": [0.5]}, ["mean and std belong together"], id="std-alone"),
     pytest.param(PGD, {"mean": [0.5, 0.5], "std": [0.5, 0]}, ["std=[0.5, 0] must be positive"], id="std-zero"),
     pytest.param(PGD, {"mean": 0.5, "std": -1.0}, ["std=-1.0 must be positive"], id="std-negative"),
-    pytest.param(PGD, {"attack_loss": "dlr"}, ["attack_loss='dlr' is unknown", "ce, margin", "function"], id="loss"),
+    pytest.param(PGD, {"attack_loss": "cw"}, ["attack_loss='cw' is unknown", "ce, margin, dlr", "function"], id="loss"),
     pytest.param(PGD, {"model_mode": "test"}, ["model_mode='test' is unknown", "eval or train"], id="mode"),
     pytest.param(
         ConstantAttack, {"targeted": True}, ["ConstantAttack has no targeted mode", "targeted=False"], id="targeted"

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from robustdist.attacks import FGSM, MIFGSM, PGD, Attack, NoiseFGSM, TorchAttack
+from robustdist.attacks import APGD, FAB, FGSM, MIFGSM, PGD, Attack, AutoAttack, NoiseFGSM, Square, TorchAttack
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,26 @@ ROWS = [
     # leaves the ball on purpose: two radii of noise, one of the step, and the rounding of half precision
     Row("NoiseFGSM", lambda **kwargs: NoiseFGSM(eps=0.1, **kwargs), eps=0.3 + 1e-3, max_accuracy=0.8, forwards=1),
     Row("MIFGSM", lambda **kwargs: MIFGSM(eps=0.1, steps=3, **kwargs), random=False),
+    Row("APGD-ce", lambda **kwargs: APGD(eps=0.1, steps=6, drop=False, **kwargs)),
+    Row("APGD-drop", lambda **kwargs: APGD(eps=0.1, steps=6, **kwargs), max_accuracy=0.2),
+    Row("APGD-dlr", lambda **kwargs: APGD(eps=0.1, steps=10, attack_loss="dlr", **kwargs), max_accuracy=0.2),
+    Row("APGD-t", lambda **kwargs: APGD(eps=0.1, steps=6, attack_loss="dlr_targeted", **kwargs), max_accuracy=0.2),
+    Row("APGD-restarts", lambda **kwargs: APGD(eps=0.1, steps=4, restarts=2, drop=False, **kwargs)),
+    Row("APGD-targeted", lambda **kwargs: APGD(eps=0.1, steps=6, targeted=True, **kwargs), targeted=True),
+    Row("APGD-l2", lambda **kwargs: APGD(norm="l2", eps=1, steps=6, drop=False, **kwargs), "l2", 1.0),
+    Row("FAB", lambda **kwargs: FAB(eps=0.15, steps=10, **kwargs), eps=0.15, random=False, max_accuracy=0.4),
+    Row("FAB-l2", lambda **kwargs: FAB(norm="l2", eps=1.5, steps=10, **kwargs), "l2", 1.5, False, False, 0.4),
+    Row("FAB-l1", lambda **kwargs: FAB(norm="l1", eps=15, steps=10, **kwargs), "l1", 15.0, False, False, 0.4),
+    Row("FAB-nearest", lambda **kwargs: FAB(eps=0.15, steps=8, n_targets=None, **kwargs), "linf", 0.15, False, False),
+    Row("Square", lambda **kwargs: Square(eps=0.25, queries=60, **kwargs), eps=0.25, max_accuracy=0.8),
+    Row("AutoAttack", lambda **kwargs: AutoAttack(eps=0.1, steps=4, queries=20, **kwargs), max_accuracy=0.2),
+    Row(
+        "AutoAttack-bf16",
+        lambda **kwargs: AutoAttack(
+            eps=0.1, steps=4, queries=20, precision="bf16", channels_last=True, batch_size=3, **kwargs
+        ),
+        max_accuracy=0.2,
+    ),
     Row("TorchAttack-PGD", torch_attack("PGD", eps=0.1, alpha=0.03, steps=4), needs="torchattacks"),
     Row("TorchAttack-APGDT", torch_attack("APGDT", eps=0.1, steps=5), max_accuracy=0.5, needs="torchattacks"),
     Row("TorchAttack-CW", torch_attack("CW", c=5, lr=0.05, steps=20), **SEARCH, max_accuracy=0.5),
