@@ -59,7 +59,7 @@ ROWS = [
     Row("MIFGSM", lambda **kwargs: MIFGSM(eps=0.1, steps=3, **kwargs), random=False),
     Row("APGD-ce", lambda **kwargs: APGD(eps=0.1, steps=6, drop=False, **kwargs)),
     Row("APGD-drop", lambda **kwargs: APGD(eps=0.1, steps=6, **kwargs), max_accuracy=0.2),
-    Row("APGD-dlr", lambda **kwargs: APGD(eps=0.1, steps=10, attack_loss="dlr", **kwargs), max_accuracy=0.2),
+    Row("APGD-dlr", lambda **kwargs: APGD(eps=0.1, steps=10, attack_loss="dlr", **kwargs), max_accuracy=0.3),
     Row("APGD-t", lambda **kwargs: APGD(eps=0.1, steps=6, attack_loss="dlr_targeted", **kwargs), max_accuracy=0.2),
     Row("APGD-restarts", lambda **kwargs: APGD(eps=0.1, steps=4, restarts=2, drop=False, **kwargs)),
     Row("APGD-targeted", lambda **kwargs: APGD(eps=0.1, steps=6, targeted=True, **kwargs), targeted=True),
