@@ -15,10 +15,11 @@ from robustdist.attacks.base import Attack, AttackResult, Problem
 from robustdist.attacks.fab import FAB
 from robustdist.attacks.losses import LOSSES, LossName, check_class_indices
 from robustdist.attacks.square import Square
+from robustdist.attacks.token_pgd import TokenPGD
 from robustdist.attacks.torch_attack import TorchAttack
-from robustdist.core.forward import precision_context
+from robustdist.core.forward import AttackPrecision, precision_context
 from robustdist.core.guard import frozen_parameters
-from robustdist.core.rng import derive_seed
+from robustdist.core.rng import Noise, derive_seed
 from robustdist.errors import UsageError
 from robustdist.types import AttackLoss, Number, check_count
 
@@ -127,9 +128,40 @@ class AutoAttack(Attack):
         with frozen_parameters(model) if foreign and isinstance(model, nn.Module) else nullcontext():
             return super().run(model, x, y, **kwargs)
 
+    def problem(
+        self,
+        forward: Callable[[Tensor], Any],
+        x: Tensor,
+        y: Any,
+        noise: Noise,
+        *,
+        rowwise: bool = True,
+        **scales: float,
+    ) -> Problem:
+        """Return one attack call that judges without autocast; arguments as in :meth:`Attack.problem`."""
+        problem = super().problem(forward, x, y, noise, rowwise=rowwise, **scales)
+        logits = problem.logits
+
+        def plain(x: Tensor) -> Tensor:
+            with precision_context("32", x.device):
+                return logits(x)
+
+        # a model in half precision is cheap already, and autocast would mix its types
+        precision: AttackPrecision = "32" if x.itemsize == 2 else self.precision
+
+        def cheap(x: Tensor) -> Tensor:
+            if self.channels_last and x.dim() == 4:
+                x = x.contiguous(memory_format=torch.channels_last)
+            with precision_context(precision, x.device):
+                return logits(x)
+
+        problem.logits = plain
+        if self.channels_last or precision == "bf16":
+            problem.search = cheap
+        return problem
+
     def perturb(self, problem: Problem) -> Tensor:
         """Return per image the point that broke it, or the one of smallest margin among the stages' results."""
-        self._set_forwards(problem)
         with torch.no_grad():
             logits = problem.logits(problem.x)
         check_class_indices(logits, problem.y)
@@ -176,24 +208,6 @@ class AutoAttack(Attack):
         settings["attacks"] = [attack.settings() for attack in self.attacks]
         return settings
 
-    def _set_forwards(self, problem: Problem) -> None:
-        """Let ``problem`` judge without autocast and, if asked for, search by a cheaper forward pass."""
-        logits, device = problem.logits, problem.x.device
-
-        def plain(x: Tensor) -> Tensor:
-            with precision_context("32", device):
-                return logits(x)
-
-        def cheap(x: Tensor) -> Tensor:
-            if self.channels_last and x.dim() == 4:
-                x = x.contiguous(memory_format=torch.channels_last)
-            with precision_context(self.precision, device):
-                return logits(x)
-
-        problem.logits = plain
-        if self.channels_last or self.precision == "bf16":
-            problem.search = cheap
-
     def _stage(self, entry: str | Attack) -> Attack:
         if isinstance(entry, Attack):
             mine, theirs = (self.norm, self.radius, self.bounds), (entry.norm, entry.radius, entry.bounds)
@@ -202,8 +216,8 @@ class AutoAttack(Attack):
                     f"attacks holds {type(entry).__name__} with (norm, eps, bounds)={theirs}, AutoAttack has {mine}: "
                     "a worst case is about one threat model, give both the same"
                 )
-            if type(entry).problem is not Attack.problem:
-                raise UsageError(f"attacks holds {type(entry).__name__}, whose ball is not one per image: leave it out")
+            if isinstance(entry, (AutoAttack, TokenPGD)):
+                raise UsageError(f"attacks holds {type(entry).__name__}, which cannot be a stage: leave it out")
             if entry.targeted:
                 raise UsageError(f"attacks holds a targeted {type(entry).__name__}: set targeted=False")
             return entry
