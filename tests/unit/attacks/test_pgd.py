@@ -40,7 +40,7 @@ def test_equals_torchattacks_bit_for_bit(task, require, monkeypatch, start, targ
     noise = torch.empty_like(x).uniform_(-EPS, EPS)
     torch.manual_seed(11)
     expected = reference(x, y)
-    monkeypatch.setattr("robustdist.attacks.base.random_start", lambda images, *_: (images + noise).clamp(0, 1))
+    monkeypatch.setattr("robustdist.attacks.problem.random_start", lambda images, *_: (images + noise).clamp(0, 1))
     attack = PGD(eps=EPS, step_size=STEP, steps=6, random_start=start == "random", targeted=targeted)
     assert torch.equal(attack(net, x, y), expected)
     assert float((expected - x).abs().mean()) > EPS / 2
@@ -67,7 +67,7 @@ def naive_l2_pgd(net: nn.Module, x: Tensor, y: Tensor, start: Tensor, eps: float
 def test_l2_equals_the_loop_written_here(task, monkeypatch, start):
     net, x, y = task
     begin = x if start == "clean" else (x + 0.02 * torch.randn(x.shape)).clamp(0, 1)
-    monkeypatch.setattr("robustdist.attacks.base.random_start", lambda *_: begin)
+    monkeypatch.setattr("robustdist.attacks.problem.random_start", lambda *_: begin)
     attack = PGD(norm="l2", eps=1, step_size=0.3, steps=6, random_start=start == "random")
     x_adv = attack(net, x, y)
     torch.testing.assert_close(x_adv, naive_l2_pgd(net, x, y, begin, 1.0, 0.3, 6), rtol=0, atol=1e-5)
