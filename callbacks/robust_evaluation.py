@@ -11,6 +11,7 @@ from robustdist._lightning import Callback, LightningModule, Trainer, rank_zero_
 from robustdist.attacks.base import Attack
 from robustdist.attacks.pgd import PGD
 from robustdist.callbacks.evaluation_report import ReportContext, accuracies, log_accuracies, publish
+from robustdist.callbacks.evaluation_session import EvaluationSession, SessionOptions
 from robustdist.callbacks.evaluation_setup import (
     attack_context,
     check_attacks,
@@ -20,13 +21,13 @@ from robustdist.callbacks.evaluation_setup import (
 )
 from robustdist.core.batch import BatchAdapter
 from robustdist.core.forward import Forward
-from robustdist.core.ranks import failing_together, gathered
+from robustdist.core.ranks import failing_together
 from robustdist.core.sharding import flatten_loaders, shard_of
 from robustdist.core.space import Pixels, Space
 from robustdist.errors import RobustDistWarning, UsageError
-from robustdist.evaluation.counter import BatchCounter
 from robustdist.evaluation.tally import RobustTally
 from robustdist.report import EvaluationResult, Examples
+from robustdist.report.leaderboard import checked_row
 
 __all__ = ["RobustEvaluation"]
 
@@ -59,6 +60,14 @@ class RobustEvaluation(Callback):
         num_examples: Images shown in the report.
         prefix: First part of the log keys.
         space: As in :class:`~robustdist.callbacks.AdversarialTraining`.
+        thorough: In ``validate`` and ``test``, examine the evaluation with attacks of its own (see docs/evaluation.md).
+        check_samples: Images that it is examined on.
+        surrogate: For the transfer check, a module that maps inputs to logits; default a small net that learns the
+            model's answers.
+        resume: In ``validate`` and ``test``, go on where a killed evaluation with the same weights, attacks and images
+            stopped; needs ``report_dir``.
+        save_examples: In ``validate`` and ``test``, save adversarial examples in ``report_dir`` and measure them again.
+        leaderboard: Fields of the leaderboard row that only you know: "name", "authors", "link", "venue", ...
 
     Raises:
         UsageError: If the attacks are not usable here, or a batch does not fit them; at setup for two evaluations with
@@ -81,12 +90,21 @@ class RobustEvaluation(Callback):
         num_examples: int = 6,
         prefix: str = "robust",
         space: Space | None = None,
+        thorough: bool = False,
+        check_samples: int = 200,
+        surrogate: torch.nn.Module | None = None,
+        resume: bool = False,
+        save_examples: bool = False,
+        leaderboard: dict[str, Any] | None = None,
     ) -> None:
         check_attacks(attacks)
-        check_report_dir(report_dir)
+        check_report_dir(report_dir, resume=resume, save_examples=save_examples)
         if space is not None and not isinstance(space, Space):
             raise UsageError(f"space={space!r} is not an instance of robustdist's Space: create one")
-        for option, value in (("every_n_epochs", every_n_epochs), ("max_samples", max_samples)):
+        if save_examples and space is not None and not space.has_pictures:
+            raise UsageError("save_examples saves images, and this space has none: leave it out")
+        counts = {"every_n_epochs": every_n_epochs, "max_samples": max_samples, "check_samples": check_samples}
+        for option, value in counts.items():
             if value is not None and value < 1:
                 raise UsageError(f"{option}={value} must be at least 1")
         self.attacks: dict[str, Attack] = dict(attacks) if attacks is not None else {"pgd20": PGD(steps=20)}
@@ -105,8 +123,14 @@ class RobustEvaluation(Callback):
         #: One entry per evaluated epoch of fit: "epoch", "clean_acc", "acc", "<name>_acc".
         self.history: list[dict[str, float]] = []
         #: What the report shows beside the result.
-        self.context = ReportContext()
-        self._counter: BatchCounter | None = None
+        self.context = ReportContext(leaderboard=checked_row(leaderboard or {}))
+        self.thorough = thorough
+        self.check_samples = check_samples
+        self.surrogate = surrogate
+        self.resume = resume
+        self.save_examples = save_examples
+        self._session: EvaluationSession | None = None
+        self._finished: EvaluationSession | None = None
         self._everywhere = False
         self._warned: set[str] = set()
         self._switched_loop: Any = None
@@ -189,7 +213,7 @@ class RobustEvaluation(Callback):
 
     def on_validation_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Log the accuracies of the epoch."""
-        if self._counter is not None:
+        if self._session is not None:
             self._finish(trainer, pl_module)
             if trainer.state.fn == "fit":
                 self._remember(trainer)
@@ -242,19 +266,23 @@ class RobustEvaluation(Callback):
         shards = [shard_of(loader, trainer.global_rank, trainer.world_size) for loader in flatten_loaders(loaders)]
         # a distributed sampler gives every process a first batch; otherwise nobody may wait for the others
         self._everywhere = trainer.world_size > 1 and all(shard.length is not None for shard in shards)
-        self._counter = None
+        self._session = None
         if due:
-            self._counter = BatchCounter(
-                RobustTally(self.attacks, self.num_examples if self.space.has_pictures else 0),
-                loaders,
-                rank=trainer.global_rank,
-                world_size=trainer.world_size,
-                gather=gathered,
+            options = SessionOptions(
+                attacks=self.attacks,
+                num_examples=self.num_examples if self.space.has_pictures else 0,
+                max_samples=self.max_samples,
                 adapter=self.adapter,
                 forward=self.forward,
-                max_samples=self.max_samples,
                 space=self.space,
+                report_dir=self.report_dir,
+                resume=self.resume,
+                save_examples=self.save_examples,
+                thorough=self.thorough,
+                check_samples=self.check_samples,
+                surrogate=self.surrogate,
             )
+            self._session = EvaluationSession(trainer, pl_module, loaders, options, final=trainer.state.fn != "fit")
 
     def _is_due(self, trainer: Trainer) -> bool:
         if trainer.sanity_checking:
@@ -275,14 +303,14 @@ class RobustEvaluation(Callback):
             RobustTally(self.attacks).check(pl_module, view, view.x, view.y)
 
     def _keep(self, batch: Any) -> None:
-        if self._counter is not None:
-            self._counter.keep(batch)
+        if self._session is not None:
+            self._session.counter.keep(batch)
 
     def _count(self, trainer: Trainer, pl_module: LightningModule, dataloader_idx: int) -> None:
-        if self._counter is None:
+        if self._session is None:
             return
-        self._counter.count(pl_module, dataloader_idx, attack_context(trainer, pl_module.device))
-        if self._counter.uncertain:
+        self._session.counter.count(pl_module, dataloader_idx, attack_context(trainer, pl_module.device))
+        if self._session.counter.uncertain:
             self._warn_once(
                 "sampler",
                 "RobustEvaluation cannot tell how the sampler spreads samples over batches and processes: some may "
@@ -290,11 +318,9 @@ class RobustEvaluation(Callback):
             )
 
     def _finish(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        assert self._counter is not None
-        tally, self._counter = self._counter.tally, None
-        tally.reduce(gathered)
-        self.result = tally.result()
-        self.examples = tally.examples
+        assert self._session is not None
+        self._finished, self._session = self._session, None
+        self.result, self.examples = self._finished.finish(trainer, pl_module)
         for name in ("gradient", "logits"):
             check = self.result.checks[name]
             if not check.passed:
@@ -330,12 +356,14 @@ class RobustEvaluation(Callback):
                 prefix=self.prefix,
                 context=self.context,
             )
+            if self._finished is not None:
+                self._finished.reported()
 
     def _release(self) -> None:
         if self._switched_loop is not None:
             self._switched_loop.inference_mode = True
             self._switched_loop = None
-        self._counter = None
+        self._session = self._finished = None
 
     def _warn_once(self, key: str, message: str) -> None:
         if key not in self._warned:

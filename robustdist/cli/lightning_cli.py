@@ -43,12 +43,16 @@ class ReportOptions:
         attacks: Attacks by name for the final test; default those of the configured RobustEvaluation.
         control: Also train the same module without AdversarialTraining and show both.
         max_samples: Test only the first samples; None for all.
+        thorough: Examine the final test with attacks of its own: all checks, and curves.
+        leaderboard: Fields of the leaderboard row that only you know: name, authors, link, venue, dataset, ...
     """
 
     dir: str
     attacks: dict[str, Attack] | None = None
     control: bool = False
     max_samples: int | None = None
+    thorough: bool = False
+    leaderboard: dict[str, Any] | None = None
 
 
 class RobustCLI(LightningCLI):
@@ -114,7 +118,13 @@ class RobustCLI(LightningCLI):
         if report is None:
             return
         seconds = {self._ADVERSARIAL: Stopwatch.read(self.trainer)}
-        evaluation = self.trainer.judge(report.attacks, report.dir, report.max_samples)
+        evaluation = self.trainer.judge(
+            report.attacks,
+            report.dir,
+            report.max_samples,
+            thorough=report.thorough,
+            leaderboard=report.leaderboard,
+        )
         evaluation.history = self._history(Path(report.dir) / "report.json")
         if self._control is not None:
             evaluation.context.comparison = {self._ORDINARY: self._control[0]}

@@ -30,6 +30,11 @@ class RobustTrainer(Trainer):
         attacks: dict[str, Attack] | None = None,
         report_dir: str = "robustdist_report",
         max_samples: int | None = None,
+        thorough: bool = True,
+        check_samples: int = 200,
+        resume: bool = True,
+        save_examples: bool = False,
+        leaderboard: dict[str, Any] | None = None,
     ) -> EvaluationResult:
         """Measure clean and robust accuracy on the test data and write a report.
 
@@ -41,6 +46,11 @@ class RobustTrainer(Trainer):
             attacks: Attacks by name; default those of the configured RobustEvaluation.
             report_dir: Folder for report.json, report.html and the pictures.
             max_samples: Evaluate only the first samples; None for all.
+            thorough: Examine the evaluation with attacks of its own on some images: all checks, and curves.
+            check_samples: How many images.
+            resume: Go on where a killed evaluation with the same weights, attacks and images stopped.
+            save_examples: Save adversarial examples in report_dir and measure them again from there.
+            leaderboard: Fields of the leaderboard row that only you know: name, authors, link, venue, dataset, ...
 
         Returns:
             The result, equal on all processes.
@@ -56,16 +66,28 @@ class RobustTrainer(Trainer):
                 "evaluate without ckpt_path judges the weights that the module has from its constructor",
                 category=RobustDistWarning,
             )
-        evaluation = self.judge(attacks, report_dir, max_samples)
+        evaluation = self.judge(
+            attacks,
+            report_dir,
+            max_samples,
+            thorough=thorough,
+            check_samples=check_samples,
+            resume=resume,
+            save_examples=save_examples,
+            leaderboard=leaderboard,
+        )
         return self.evaluate_with(evaluation, model, dataloaders, datamodule, ckpt_path)
 
-    def judge(self, attacks: dict[str, Attack] | None, report_dir: str, max_samples: int | None) -> RobustEvaluation:
+    def judge(
+        self, attacks: dict[str, Attack] | None, report_dir: str, max_samples: int | None, **options: Any
+    ) -> RobustEvaluation:
         """Return an evaluation that finds inputs and logits as the configured ones do.
 
         Args:
             attacks: Attacks by name; default those of all configured RobustEvaluations together.
             report_dir: Folder of its report.
             max_samples: Evaluate only the first samples; None for all.
+            **options: Further arguments of RobustEvaluation.
 
         Raises:
             UsageError: If there are no attacks.
@@ -75,7 +97,9 @@ class RobustTrainer(Trainer):
             attacks = {name: attack for callback in configured for name, attack in callback.attacks.items()}
         if not attacks:
             raise UsageError("there are no attacks to evaluate: give attacks, or configure a RobustEvaluation callback")
-        evaluation = RobustEvaluation(attacks=attacks, report_dir=report_dir, max_samples=max_samples)
+        if configured:
+            options = {"space": configured[0].space, "surrogate": configured[0].surrogate, **options}
+        evaluation = RobustEvaluation(attacks=attacks, report_dir=report_dir, max_samples=max_samples, **options)
         if configured:
             evaluation.adapter, evaluation.forward = configured[0].adapter, configured[0].forward
         return evaluation

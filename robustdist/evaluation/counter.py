@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from robustdist.core.batch import BatchAdapter
 from robustdist.core.forward import Forward
@@ -15,6 +16,8 @@ from robustdist.core.space import Pixels, Space, View
 from robustdist.evaluation.tally import RobustTally
 
 __all__ = ["BatchCounter"]
+
+Watch = Callable[[Callable[[Tensor], Any], Tensor, Tensor, Sequence[int | None], int, bool], None]
 
 
 class BatchCounter:
@@ -33,6 +36,8 @@ class BatchCounter:
 
     Attributes:
         uncertain: Whether padded samples could not be told from real ones.
+        watch: Called after each batch with forward, inputs, labels, ids, loader and whether the batch is a whole.
+        dtype: Number format of the inputs.
     """
 
     def __init__(
@@ -54,6 +59,8 @@ class BatchCounter:
         self.max_samples = max_samples
         self.space = space if space is not None else Pixels()
         self.uncertain = False
+        self.watch: Watch | None = None
+        self.dtype = torch.float32
         self.shards = shards_of(loaders, rank, world_size, gather)
         self._places: dict[int, int] = {}
         self._batch: Any = None
@@ -95,6 +102,9 @@ class BatchCounter:
         if view.rowwise and len(counted) < len(x):
             x, y, ids = x[counted], y[counted], [ids[row] for row in counted]
         self.tally.update(module, view, x, y, ids, loader=loader, whole_batch=not view.rowwise)
+        self.dtype = x.dtype
+        if self.watch is not None:
+            self.watch(view, x, y, ids, loader, not view.rowwise)
 
 
 def shards_of(loaders: Any, rank: int, world_size: int, gather: Callable[[Any], list[Any]]) -> list[Shard]:

@@ -144,10 +144,9 @@ class RobustTally:
                 attacked = correct[chosen]
                 self.findings.excess = max(self.findings.excess, excess(attack, found.x_adv, x[on_device], mask))
                 rows[chosen, self.records.place(name, "blind")] = (found.no_gradient.cpu() & attacked).long()
-                stage = getattr(found, "stage", None)
-                if stage is not None:
+                if found.stage is not None:
                     broken = attacked & ~held[chosen]
-                    rows[chosen[broken], self.records.place(name, "stage")] = stage.cpu()[broken]
+                    rows[chosen[broken], self.records.place(name, "stage")] = found.stage.cpu()[broken]
                 # the panel shows the first attack that fooled the model, or the first attack of all
                 fooled = robust[chosen] & ~held[chosen]
                 show = fooled if place else torch.ones_like(fooled)
@@ -253,7 +252,7 @@ class RobustTally:
 
 
 def _stages(attack: Attack) -> Sequence[str]:
-    return tuple(getattr(attack, "stages", ()))
+    return tuple(attack.stages)
 
 
 def _threat_model(attacks: Sequence[Attack]) -> dict[str, Any]:

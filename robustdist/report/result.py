@@ -105,13 +105,13 @@ class SavedScore:
     Attributes:
         file: Name of the file in the folder of the report.
         num_samples: Examples in it.
-        num_right: Examples still classified correctly as saved, in float32.
+        num_right: Examples still classified correctly as saved, in float32; None if they could not be measured.
         num_right_8bit: The same after rounding to the nearest of 256 levels; None where pixels have no range.
     """
 
     file: str
     num_samples: int
-    num_right: int
+    num_right: int | None
     num_right_8bit: int | None
 
 

@@ -45,6 +45,9 @@ PUBLIC = {
     ],
     "robustdist.optim": ["LALR"],
     "robustdist.evaluation": ["Records", "RobustTally", "SavedExamples", "load_examples", "remeasure"],
+    "robustdist.diagnostics": [
+        "Diagnosis", "Part", "Subset", "diagnose", "examine", "not_run", "with_diagnosis",
+    ],
     "robustdist.configs": ["path"],
     "robustdist.cli": ["main"],
 }  # fmt: skip

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from robustdist.attacks import AttackResult
 from robustdist.evaluation import Records
 from robustdist.report import ClassScore, Step
 
@@ -21,11 +20,10 @@ class Staged(Breaks):
         super().__init__(*broken_by, **kwargs)
         self.broken_by = broken_by
 
-    def run(self, *args, sample_ids, **kwargs):
+    def run(self, *args, sample_ids=(), **kwargs):
         found = super().run(*args, sample_ids=sample_ids, **kwargs)
         stage = torch.tensor([self.broken_by.get(sample_id, -1) for sample_id in sample_ids])
-        result = AttackResult(found.x_adv, found.no_gradient)
-        return type("Result", (), {"x_adv": result.x_adv, "no_gradient": result.no_gradient, "stage": stage})
+        return found._replace(stage=stage)
 
 
 def random_records(seed: int) -> Records:
