@@ -114,6 +114,29 @@ def test_equals_the_loop_written_here(net, per, relative, start):
     assert float(attack.distance(x_adv, x, mask).max()) == pytest.approx(0.3, abs=1e-5)
 
 
+@pytest.mark.parametrize("per", ["token", "sequence"])
+def test_gradients_at_padding_count_for_nothing(net, per):
+    """A model that reads its padding too: the step has its whole length on the real tokens."""
+    x, mask = sequences(LENGTHS, 7)
+
+    class Careless(Masked):
+        def __call__(self, x: Tensor) -> Tensor:
+            return self.net(x, torch.ones_like(self.mask))
+
+    attack = TokenPGD(eps=0.3, steps=1, step_size=0.1, per=per, random_start=False)
+    x_adv = attack.run(net, x, Y, forward=Careless(net, mask)).x_adv
+    assert torch.equal(x_adv[~mask], x[~mask])
+    torch.testing.assert_close(attack.distance(x_adv, x, mask), torch.full((3,), 0.1), rtol=1e-4, atol=0)
+
+
+def test_the_projection_puts_padding_back(net):
+    x, mask = sequences(LENGTHS, 7)
+    problem = TokenPGD(eps=0.3).problem(Masked(net, mask), x, Y, Noise(0))
+    projected = problem.project(x + 1)
+    assert torch.equal(projected[~mask], x[~mask])
+    assert not torch.equal(projected[mask], x[mask])
+
+
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("relative", [True, False], ids=["relative", "absolute"])
 @pytest.mark.parametrize("per", ["token", "sequence"])
