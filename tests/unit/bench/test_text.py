@@ -49,6 +49,7 @@ def folder(tmp_path_factory, require) -> str:
         ({"trained_layers": 0}, "trained_layers=0"),
         ({"threads": 0}, "threads=0"),
         ({"eps": "much"}, "eps='much' is not a number"),
+        ({"train_eps": "more"}, "train_eps='more' is not a number"),
         ({"num_test": 3}, "num_test=3 must be an even number"),
         ({"source": "nowhere"}, "source='nowhere' is not a file"),
         ({"out": "/nowhere/at/all.json"}, "does not exist"),
@@ -100,6 +101,13 @@ def test_figures_and_file(tmp_path, source, folder, capsys):
     more = bench_text(folder, **{**options, "seeds": [3, 4], "methods": ["standard"]})
     assert torch.equal(torch.get_rng_state(), state)
     assert [(run["method"], run["seed"]) for run in more["runs"]][3:] == [("standard", 4)]
+    # another training of one row: the ordinary one stays
+    other = bench_text(folder, **{**options, "train_eps": 0.04})
+    kept = [run for run in other["runs"] if run["method"] != "dat"]
+    assert kept == [run for run in more["runs"] if run["method"] != "dat"]
+    assert [run["training"] for run in other["runs"] if run["method"] == "dat"] == [
+        "DAT(clean_weight=1.0), eps 0.04, 1 attack steps"
+    ]
     with pytest.raises(UsageError, match="holds something else"):
         bench_text(folder, **{**options, "eps": 0.03})
 
@@ -107,11 +115,12 @@ def test_figures_and_file(tmp_path, source, folder, capsys):
 @pytest.mark.slow
 def test_a_seed_repeats_and_only_the_last_layers_move(source, folder):
     data = VADERDataModule(folder, source, 32, num_train=12, num_val=2, num_test=6)
-    settings = {"eps": 0.02, "steps": 2, "epochs": 1, "trained_layers": 1}
+    settings = {"eps": 0.02, "epochs": 1, "trained_layers": 1}
     runs = []
     for seed in (1, 1, 2):
         with text._quiet(1, seed):
-            runs.append(text._run(text._METHODS["dat"], folder, data, settings, seed))
+            attack = TokenPGD(eps=0.02, steps=2, seed=seed)
+            runs.append(text._run(text._METHODS["dat"], attack, folder, data, settings))
     plain = [{name: value for name, value in run.items() if "seconds" not in name} for run in runs]
     assert plain[0] == plain[1]
     module = text._Classifier(folder, 1)
