@@ -24,6 +24,7 @@ from robustdist.core.collapse import CollapseRule, has_collapsed
 from robustdist.core.forward import bind_forward, guarded_logits
 from robustdist.core.ranks import failing_together, gathered
 from robustdist.core.snapshot import on_cpu, restore_snapshot, take_snapshot
+from robustdist.core.space import Pixels
 from robustdist.errors import RobustDistWarning, UsageError
 from robustdist.types import check_count
 
@@ -153,6 +154,11 @@ class CatastrophicOverfittingGuard(Callback):
             raise UsageError(
                 "CatastrophicOverfittingGuard keeps images and labels, not whole batches, but forward is a function of "
                 "the batch: name a sub-module with forward='...' in AdversarialTraining"
+            )
+        if not isinstance(found[0].space, Pixels):
+            raise UsageError(
+                f"CatastrophicOverfittingGuard keeps input tensors, but space={type(found[0].space).__name__} of "
+                "AdversarialTraining attacks something else: leave the guard out"
             )
         return found[0]
 

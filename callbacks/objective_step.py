@@ -99,7 +99,8 @@ class ObjectiveStep:
     def run_attack(self, x: Tensor, y: Any) -> AttackResult:
         """Attack inputs of this batch."""
         with self.fast_path.applied(self.module, self.attack.model_mode):
-            return self.attack.run(self.module, x, y, forward=self.view, **self.call.settings(len(x)))
+            settings = self.call.settings(len(x))
+            return self.attack.run(self.module, x, y, forward=self.view, rowwise=self.view.rowwise, **settings)
 
     def reference(self, x: Tensor) -> Tensor:
         """Return logits without a graph, from the module as the attack sees it."""
@@ -108,7 +109,7 @@ class ObjectiveStep:
     def _problem(self) -> Problem:
         settings = self.call.settings(len(self.x))
         noise = Noise(self.attack.seed, settings.pop("rank"), settings.pop("step"))
-        return self.attack.problem(self.view, self.x, self.y, noise, **settings)
+        return self.attack.problem(self.view, self.x, self.y, noise, rowwise=self.view.rowwise, **settings)
 
     def _loss(self, inputs: Tensor) -> Tensor | None:
         # the first call of a step is the one that the user's logs and metrics see

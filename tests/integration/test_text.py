@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from robustdist.attacks import Embeddings, LinearRamp, TokenPGD
-from robustdist.callbacks import AdversarialTraining, RobustEvaluation
+from robustdist.attacks import APGD, Embeddings, LinearRamp, TokenPGD
+from robustdist.callbacks import AdversarialTraining, CatastrophicOverfittingGuard, RobustEvaluation
 from robustdist.errors import UsageError
 from robustdist.objectives import AWP, DAT, MART, PGDAT, TRADES, FreeLB
 from tests.bert import CLS, SEP, TextClassifier, texts, tiny_bert
@@ -299,6 +299,20 @@ def test_evaluation_in_fit_can_be_monitored(tmp_path):
     trainer.fit(TextClassifier(), loader(16), [loader(8, 1), loader(8, 2)])
     assert len(callback.history) == 2
     assert checkpoint.best_model_score is not None
+
+
+@pytest.mark.slow
+def test_an_attack_that_drops_broken_rows_keeps_the_batch_together(launch):
+    """APGD leaves rows out where it can; the ids of a sentence batch have all rows."""
+    attack = APGD(norm="l2", bounds=None, eps=1.0, steps=3)
+    callback = AdversarialTraining(attack=attack, space=Embeddings())
+    (trained,) = launch(TextClassifier(), loader(8), callbacks=[callback])
+    assert all(bool(torch.isfinite(value).all()) for value in trained.values())
+
+
+def test_the_guard_says_that_it_keeps_images(launch):
+    with pytest.raises(UsageError, match="CatastrophicOverfittingGuard keeps input tensors, but space=Embeddings"):
+        launch(TextClassifier(), loader(8), callbacks=[training(), CatastrophicOverfittingGuard()])
 
 
 def test_one_loader_has_no_worst(tmp_path):
