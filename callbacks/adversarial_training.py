@@ -195,7 +195,10 @@ class AdversarialTraining(Callback):
                 category=RobustDistWarning,
             )
         schedules = {"eps_schedule": self.eps_schedule, "step_size_schedule": self.step_size_schedule}
-        followed_by = next((option for option, schedule in schedules.items() if schedule is not None), None)
+        followed = [option for option, schedule in schedules.items() if schedule is not None]
+        if self.objective.follows_progress:
+            followed.append(f"objective={type(self.objective).__name__}")
+        followed_by = followed[0] if followed else None
         self._progress.start(trainer, pl_module, followed_by)
         if self.objective.replays > 1:
             rank_zero_info(
@@ -302,6 +305,7 @@ class AdversarialTraining(Callback):
             fast_path=self.fast_path,
             muter=self._muter,
             step_factor=self.step_factor,
+            progress=self._progress.value,
         )
 
     def _prepare_fast_path(self, trainer: Trainer, step: ObjectiveStep) -> None:

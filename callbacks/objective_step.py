@@ -67,6 +67,7 @@ class ObjectiveStep:
     muter: StepMuter
     x: Tensor
     step_factor: float = 1.0
+    progress: float = 1.0
     outputs: list[Any] = field(default_factory=list)
 
     @property
@@ -94,6 +95,7 @@ class ObjectiveStep:
             from_pixels=lambda pixels: self.attack.from_pixels(pixels, self.x),
             module=self.module,
             step_factor=self.step_factor,
+            progress=self.progress,
         )
 
     def run_attack(self, x: Tensor, y: Any) -> AttackResult:

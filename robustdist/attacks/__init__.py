@@ -5,6 +5,7 @@ from robustdist.attacks.auto_attack import AutoAttack
 from robustdist.attacks.base import Attack, AttackResult, Problem
 from robustdist.attacks.fab import FAB
 from robustdist.attacks.fgsm import FGSM
+from robustdist.attacks.friendly_pgd import FriendlyPGD
 from robustdist.attacks.mifgsm import MIFGSM
 from robustdist.attacks.noise_fgsm import NoiseFGSM
 from robustdist.attacks.pgd import PGD
@@ -24,6 +25,7 @@ __all__ = [
     "AttackResult",
     "AutoAttack",
     "Embeddings",
+    "FriendlyPGD",
     "LinearRamp",
     "NoiseFGSM",
     "Piecewise",

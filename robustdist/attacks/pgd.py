@@ -84,12 +84,14 @@ class PGD(Attack):
             best = torch.where(better.view(-1, *[1] * (best.dim() - 1)), candidate, best)
         return best
 
-    def _descend(self, problem: Problem, restart: int) -> Tensor:
-        x_adv = problem.x
+    def start(self, problem: Problem, restart: int = 0) -> Tensor:
+        """Return the points from which a run begins."""
         if self.random_start and self.start_std is not None:
-            x_adv = problem.project(x_adv + self.start_std * problem.noise.normal(x_adv, "start", restart))
-        elif self.random_start:
-            x_adv = problem.start(restart)
+            return problem.project(problem.x + self.start_std * problem.noise.normal(problem.x, "start", restart))
+        return problem.start(restart) if self.random_start else problem.x
+
+    def _descend(self, problem: Problem, restart: int) -> Tensor:
+        x_adv = self.start(problem, restart)
         for _ in range(self.steps):
             grad = problem.gradient(x_adv)
             x_adv = problem.project(x_adv + problem.step_size * problem.ascent(grad, x_adv))

@@ -38,6 +38,7 @@ class ObjectiveContext:
         module: The module in training, for objectives that read or move its weights.
         step_factor: What a guard made of the attack's step: ``attack`` and ``problem`` hold it, objectives with a step
             rule of their own multiply by it.
+        progress: How far training is, in (0, 1]; 1 without a Trainer and where nobody asked (``follows_progress``).
         logs: Scalars that the objective wants logged: under ``robust/``, or as it is for a key with a slash.
     """
 
@@ -52,6 +53,7 @@ class ObjectiveContext:
     from_pixels: Callable[[Tensor], Tensor]
     module: nn.Module
     step_factor: float = 1.0
+    progress: float = 1.0
     logs: dict[str, Tensor] = field(default_factory=dict)
 
 
@@ -70,6 +72,8 @@ class Objective(ABC):
     needs_double_backward = False
     #: Whether ``after_backward`` reads a gradient: it must follow every loss, which manual optimisation cannot promise.
     reads_backward = False
+    #: Whether ``progress`` matters, for which the length of training must be known.
+    follows_progress = False
     #: Steps in a row that are made on one batch.
     replays = 1
     #: Whether the state belongs to the process, as perturbations of its own samples do.

@@ -14,6 +14,7 @@ _TRAITS = (
     "attacks_predictions",
     "needs_double_backward",
     "reads_backward",
+    "follows_progress",
     "replays",
     "state_is_per_rank",
 )

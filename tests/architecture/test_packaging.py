@@ -31,8 +31,9 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PUBLIC = {
     "robustdist": ["RobustDistWarning", "UsageError", "__version__"],
     "robustdist.attacks": [
-        "APGD", "FAB", "FGSM", "MIFGSM", "PGD", "Attack", "AttackResult", "AutoAttack", "Embeddings", "LinearRamp",
-        "NoiseFGSM", "Piecewise", "Pixels", "Problem", "Schedule", "Square", "TokenPGD", "TorchAttack",
+        "APGD", "FAB", "FGSM", "MIFGSM", "PGD", "Attack", "AttackResult", "AutoAttack", "Embeddings",
+        "FriendlyPGD", "LinearRamp", "NoiseFGSM", "Piecewise", "Pixels", "Problem", "Schedule", "Square", "TokenPGD",
+        "TorchAttack",
     ],
     "robustdist.callbacks": ["AdversarialTraining", "CatastrophicOverfittingGuard", "RobustEvaluation"],
     "robustdist.data": [
@@ -40,8 +41,8 @@ PUBLIC = {
         "PhotoPatchesDataModule", "VADERDataModule", "stratified_split",
     ],
     "robustdist.objectives": [
-        "AWP", "DAT", "FGSMRS", "MART", "NFGSM", "PGDAT", "TRADES", "FastBAT", "FreeAT", "FreeLB", "GradAlign",
-        "Objective", "ObjectiveContext",
+        "AWP", "DAT", "FGSMRS", "MART", "NFGSM", "PGDAT", "TRADES", "ConAdv", "FastBAT", "FreeAT", "FreeLB",
+        "FriendlyAT", "GradAlign", "Objective", "ObjectiveContext",
     ],
     "robustdist.optim": ["LALR"],
     "robustdist.evaluation": ["Records", "RobustTally", "SavedExamples", "load_examples", "remeasure"],

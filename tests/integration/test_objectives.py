@@ -13,7 +13,7 @@ from torch import Tensor
 from robustdist.attacks import PGD
 from robustdist.callbacks import AdversarialTraining
 from robustdist.errors import UsageError
-from robustdist.objectives import AWP, FGSMRS, MART, NFGSM, TRADES, FastBAT, FreeAT, GradAlign
+from robustdist.objectives import AWP, FGSMRS, MART, NFGSM, TRADES, ConAdv, FastBAT, FreeAT, FriendlyAT, GradAlign
 
 from .support import Classifier, identical, loader, seeded_net
 from .test_metrics import Measuring
@@ -30,6 +30,8 @@ OBJECTIVES = [
     FastBAT(),
     FastBAT(implicit_weight=0.0),
     FreeAT(2),
+    FriendlyAT([(0.0, 0), (0.5, 1)]),
+    ConAdv(),
     AWP(),
     AWP(TRADES(), gamma=0.005),
     AWP(gamma=0.0),
@@ -98,6 +100,8 @@ def test_two_processes_accumulate_and_clip(launch, images, objective):
         reports = {
             TRADES: {"robust/divergence"},
             GradAlign: {"robust/misalignment"},
+            FriendlyAT: {"robust/mean_steps"},
+            ConAdv: {"robust/clean_loss", "robust/adv_loss"},
             FastBAT: {"fast_bat/interior_fraction", "fast_bat/ig_ratio"},
         }
         expected = reports.get(type(inner), set()) if getattr(inner, "implicit_weight", 1) else set()

@@ -13,7 +13,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from robustdist.attacks import APGD, FAB, FGSM, MIFGSM, PGD, Attack, AutoAttack, NoiseFGSM, Square, TorchAttack
+from robustdist.attacks import (
+    APGD,
+    FAB,
+    FGSM,
+    MIFGSM,
+    PGD,
+    Attack,
+    AutoAttack,
+    FriendlyPGD,
+    NoiseFGSM,
+    Square,
+    TorchAttack,
+)
 
 
 @dataclass(frozen=True)
@@ -54,6 +66,7 @@ ROWS = [
     Row("PGD-l2", lambda **kwargs: PGD(norm="l2", eps=1, steps=4, step_size=0.4, **kwargs), "l2", 1.0),
     Row("PGD-l1", lambda **kwargs: PGD(norm="l1", eps=8, steps=4, step_size=3, **kwargs), "l1", 8.0),
     Row("PGD-train-mode", lambda **kwargs: PGD(**PGD_SMALL, model_mode="train", **kwargs)),
+    Row("FriendlyPGD", lambda **kwargs: FriendlyPGD(tau=1, noise_std=0.01, **PGD_SMALL, **kwargs), max_accuracy=0.7),
     # leaves the ball on purpose: two radii of noise, one of the step, and the rounding of half precision
     Row("NoiseFGSM", lambda **kwargs: NoiseFGSM(eps=0.1, **kwargs), eps=0.3 + 1e-3, max_accuracy=0.8, forwards=1),
     Row("MIFGSM", lambda **kwargs: MIFGSM(eps=0.1, steps=3, **kwargs), random=False),

@@ -28,9 +28,11 @@ from robustdist.objectives import (
     NFGSM,
     PGDAT,
     TRADES,
+    ConAdv,
     FastBAT,
     FreeAT,
     FreeLB,
+    FriendlyAT,
     GradAlign,
     Objective,
     ObjectiveContext,
@@ -119,6 +121,16 @@ ROWS = [
         targets=None,
     ),
     Row("FreeLB-1", lambda: FreeLB(1), ("own",), "g", "FreeLB(steps=1)", targets=None, plain=True),
+    Row(
+        "FriendlyAT",
+        lambda: FriendlyAT(tau=3),
+        ("adv",),
+        "aaat",
+        "FriendlyAT(tau=3, noise_std=0.0)",
+        plain=True,
+        needs_classes=True,
+    ),
+    Row("ConAdv", ConAdv, ("clean", "adv"), "aaatt", "ConAdv(stale=1, clean_weight=1.0)", DAT_LOGS),
     Row("AWP", AWP, ("adv", "adv"), "aaatt", "AWP(base=PGDAT(), gamma=0.01)"),
     Row("AWP-0", lambda: AWP(gamma=0.0), ("adv",), "aaat", "AWP(base=PGDAT(), gamma=0.0)", plain=True),
     Row(
@@ -313,7 +325,7 @@ def test_the_ordinary_loss_is_the_callers(row):
         return (logits - y).square().mean()
 
     if row.needs_classes:
-        with pytest.raises(UsageError, match="not class indices"):
+        with pytest.raises(UsageError, match=r"not class indices|stops at wrong classes"):
             row.make()(net, x, targets, attack=attack, loss_fn=loss_fn)
         return
     loss = row.make()(net, x, targets, attack=attack, loss_fn=loss_fn)
