@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
-from robustdist._lightning import Callback, LightningModule, Trainer, check_same_package, rank_zero_info, rank_zero_warn
+from robustdist._lightning import Callback, LightningModule, Trainer, rank_zero_info, rank_zero_warn
 from robustdist.attacks.base import Attack
+from robustdist.attacks.losses import LossName
 from robustdist.attacks.pgd import PGD
 from robustdist.attacks.schedules import Schedule
+from robustdist.callbacks.combination import check_combination, check_compile, check_options
 from robustdist.callbacks.objective_state import load_objective, objective_states
-from robustdist.callbacks.objective_step import AttackCall, ObjectiveStep
+from robustdist.callbacks.objective_step import AttackCall, ObjectiveStep, the_loss_itself
 from robustdist.callbacks.progress import Progress
-from robustdist.callbacks.rehearsal import prepare_fast_path, rehearse
+from robustdist.callbacks.rehearsal import rehearse, settle_fast_path
 from robustdist.core.batch import BatchAdapter
 from robustdist.core.fast_path import AutoFlag, AutoPrecision, FastPath
 from robustdist.core.forward import Forward
 from robustdist.core.layout import channels_last_weights
 from robustdist.core.muted import StepMuter
 from robustdist.core.ranks import failing_together
-from robustdist.core.redirect import StepInterceptor, check_step_can_be_intercepted
+from robustdist.core.redirect import StepInterceptor
 from robustdist.core.space import Pixels, Space
 from robustdist.errors import RobustDistWarning, UsageError
 from robustdist.objectives.base import Objective
@@ -49,8 +50,11 @@ class AdversarialTraining(Callback):
         target_key: Key, attribute or position of the target in the batch, when it cannot be told.
         forward: What maps inputs to logits: None for the module itself, the path of a sub-module, or a function
             (module, x, batch).
-        attack_loss: Loss that the attack increases, in place of the attack's own: "ce", "margin" or a function of
-            (logits, target); needed for targets that are not class indices.
+        attack_loss: Loss that the attack increases, in place of the attack's own: "ce", "margin", "dlr" or a function
+            of (logits, target); or "training_step": the loss of the module's own step, run with logs and metrics muted
+            in the attack's mode. With None a module that has a method ``attack_step(batch)`` is attacked by what that
+            returns, a scalar (taken for a mean over the batch) or one value per sample. One of these is needed for
+            targets that are not class indices.
         precision: Precision of the attack's forward passes: "inherit" from the trainer, "bf16" (autocast), "32", or
             "auto". Perturbation and projection are in float32 in any case. Under "true" half or double precision of
             the trainer only "inherit" makes sense.
@@ -64,6 +68,9 @@ class AdversarialTraining(Callback):
         space: What is attacked: default :class:`~robustdist.attacks.Pixels`, the input tensor of the batch;
             :class:`~robustdist.attacks.Embeddings` for the output of an embedding layer, where the batch holds token
             ids and ``input_key`` is not used.
+        label_smoothing: Share of the uniform distribution in the targets of the outer loss: (1 - share) times the
+            module's loss plus share times the mean cross-entropy to all classes, which for cross-entropy is torch's
+            ``label_smoothing``. The attack keeps to the hard labels.
         fold_batch_norm: Fold batch norm into convolutions during the attack, true, false or "auto".
         compile: Compile the forward pass of the attack with ``torch.compile``.
 
@@ -92,7 +99,7 @@ class AdversarialTraining(Callback):
         input_key: str | int | None = None,
         target_key: str | int | None = None,
         forward: Forward = None,
-        attack_loss: Literal["ce", "margin"] | AttackLoss | None = None,
+        attack_loss: LossName | Literal["training_step"] | AttackLoss | None = None,
         precision: AutoPrecision = "inherit",
         channels_last: AutoFlag = False,
         eps_schedule: Schedule | None = None,
@@ -101,15 +108,10 @@ class AdversarialTraining(Callback):
         space: Space | None = None,
         fold_batch_norm: AutoFlag = False,
         compile: bool = False,
+        label_smoothing: float = 0.0,
     ) -> None:
         part = forward if isinstance(forward, str) else ""
         self.fast_path = FastPath(precision, channels_last, fold_batch_norm, compile, part)
-        if compile and callable(forward):
-            raise UsageError(
-                "compile=True needs to know which part to compile: give forward as the path of a sub-module"
-            )
-        if compile and not isinstance(space, (Pixels, type(None))):
-            raise UsageError(f"compile=True does not go with space={type(space).__name__}: set compile=False")
         if isinstance(objective, Attack):
             raise UsageError(f"objective={type(objective).__name__}(...) is an attack: pass it as attack=")
         for option, schedule in (("eps_schedule", eps_schedule), ("step_size_schedule", step_size_schedule)):
@@ -121,13 +123,19 @@ class AdversarialTraining(Callback):
                 raise UsageError(f"{option}={value!r} is not an instance of robustdist's {kind.__name__}: create one")
         self.objective = objective if objective is not None else PGDAT()
         self.attack = attack if attack is not None else PGD()
-        if attack_loss is not None:
+        if attack_loss == "training_step":
+            self.attack = self.attack.with_loss(the_loss_itself)
+        elif attack_loss is not None:
             self.attack = self.attack.with_loss(attack_loss)
+        check_options(self.objective, attack_loss, label_smoothing)
+        check_compile(compile, forward, space)
         self.attack = self.objective.adapt(self.attack)
         if self.attack.targeted:
             raise UsageError("attack has targeted=True, but training has no target classes: use an untargeted attack")
         self.adapter = BatchAdapter(input_key, target_key)
         self.forward = forward
+        self.attack_loss = attack_loss
+        self.label_smoothing = label_smoothing
         self.space = space if space is not None else Pixels()
         self.precision = precision
         self.channels_last = channels_last
@@ -150,7 +158,9 @@ class AdversarialTraining(Callback):
         if stage != "fit":
             return
         with failing_together():
-            self._check_combination(trainer, pl_module)
+            check_combination(
+                trainer, pl_module, self.objective, self.precision, self.attack_loss, self.label_smoothing
+            )
         self.fast_path.forget()
         if self.channels_last is True:
             self._layout = ExitStack()
@@ -164,26 +174,6 @@ class AdversarialTraining(Callback):
         self._trainer = trainer
         self._rehearsed = False
         StepInterceptor.of(trainer.strategy).add(self._training_step, self.order)
-
-    def _check_combination(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        check_same_package(pl_module)
-        check_step_can_be_intercepted(
-            trainer.strategy,
-            pl_module,
-            needs_second_pass=self.objective.needs_second_pass,
-            option=f"AdversarialTraining(objective={type(self.objective).__name__})",
-        )
-        if self.precision not in ("inherit", "auto") and trainer.precision not in ("32-true", "bf16-mixed", "16-mixed"):
-            raise UsageError(
-                f"precision={self.precision!r} of the attack does not go with precision={trainer.precision!r} of the "
-                "Trainer, whose weights have that type: use precision='inherit'"
-            )
-        if self.objective.reads_backward and not pl_module.automatic_optimization:
-            raise UsageError(
-                f"objective={type(self.objective).__name__} reads the input gradient from Lightning's own backward "
-                "pass, which manual optimisation does not make: set automatic_optimization=True, or use PGDAT"
-            )
-        self.objective.check_module(pl_module)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Start to count executed optimiser steps."""
@@ -270,49 +260,46 @@ class AdversarialTraining(Callback):
         self._num_attacks += 1
         if self.objective.replays > 1:
             batch = self._replayed = batch if self._replayed is None else self._replayed
-        step = self._step(trainer, lambda replaced: next_step(replaced, *args, **kwargs), batch)
-        if not self._rehearsed:
-            self._rehearsed = True
-            with failing_together():
+        with nullcontext() if self._rehearsed else failing_together():
+            step = self._step(trainer, lambda replaced: next_step(replaced, *args, **kwargs), batch)
+            if not self._rehearsed:
                 rehearse(step, self.objective)
-            if self.fast_path.needs_batch:
-                self._prepare_fast_path(trainer, step)
+        if not self._rehearsed and self.fast_path.needs_batch:
+            settle_fast_path(trainer, step, self.objective)
+        self._rehearsed = True
         output, logs = step.run(self.objective)
         self._logs = {"eps": self.attack.eps * step.call.eps_scale, **logs}
         self._batch_size = len(step.x)
         return output
 
     def _step(self, trainer: Trainer, next_step: Callable[[Any], Any], batch: Any) -> ObjectiveStep:
-        view = self.space.view(trainer.lightning_module, batch, self.adapter, self.forward)
-        x = view.x
-        if self.channels_last is True and x.dim() == 4:
-            x = x.contiguous(memory_format=torch.channels_last)
+        module = trainer.lightning_module
         eps_scale, step_scale = self.scales()
         scaler = getattr(trainer.precision_plugin, "scaler", None)
+        grad_scale = None if scaler is None else float(scaler.get_scale())
+        inner_step = self._inner_step(module, next_step)
         return ObjectiveStep(
-            module=trainer.lightning_module,
-            view=view,
-            x=x,
+            module=module,
+            batch=batch,
+            look=lambda batch: self.space.view(module, batch, self.adapter, self.forward),
             next_step=next_step,
-            attack=self.attack,
-            call=AttackCall(
-                trainer.global_rank,
-                self._num_attacks,
-                eps_scale,
-                step_scale,
-                None if scaler is None else float(scaler.get_scale()),
-            ),
+            attack=self.attack if inner_step is None else self.attack.with_loss(the_loss_itself),
+            call=AttackCall(trainer.global_rank, self._num_attacks, eps_scale, step_scale, grad_scale),
             fast_path=self.fast_path,
             muter=self._muter,
+            inner_step=inner_step,
+            label_smoothing=self.label_smoothing,
+            channels_last=self.channels_last is True,
             step_factor=self.step_factor,
             progress=self._progress.value,
         )
 
-    def _prepare_fast_path(self, trainer: Trainer, step: ObjectiveStep) -> None:
-        with failing_together():
-            prepare_fast_path(step, self.objective)
-        self.fast_path.adopt(trainer.strategy.broadcast(self.fast_path.chosen))
-        rank_zero_info(str(self.fast_path))
+    def _inner_step(self, module: LightningModule, next_step: Callable[[Any], Any]) -> Callable[[Any], Any] | None:
+        """Return the step whose loss the attack increases; None for a loss of the logits."""
+        if self.attack_loss == "training_step":
+            return next_step
+        own = getattr(module, "attack_step", None)
+        return own if self.attack_loss is None and not self.objective.attacks_predictions and callable(own) else None
 
     def _release(self, trainer: Trainer) -> None:
         StepInterceptor.of(trainer.strategy).remove(self._training_step)

@@ -26,6 +26,7 @@ class View(ABC):
         x: The clean point, shape (batch, ...), without a graph.
         y: The targets.
         path: Where in the batch that lies which ``x`` is made of.
+        target_path: Where the targets lie.
         mask: Which tokens an attack may move, shape (batch, tokens); None where all of ``x`` may move.
         rowwise: Whether ``view(x[rows])`` makes sense, because the output reads nothing but the given rows.
     """
@@ -33,6 +34,7 @@ class View(ABC):
     x: Tensor
     y: Any
     path: tuple[Key, ...]
+    target_path: tuple[Key, ...]
     mask: Tensor | None = None
     rowwise: bool = True
 
@@ -92,7 +94,7 @@ class Pixels(Space):
 
 class _PixelView(View):
     def __init__(self, module: nn.Module, batch: Any, adapter: BatchAdapter, forward: Forward) -> None:
-        self.x, self.y, self.path, _ = adapter.locate(batch)
+        self.x, self.y, self.path, self.target_path = adapter.locate(batch)
         # a function may read other entries of the batch, which have all rows
         self.rowwise = not callable(forward)
         self._module, self._batch, self._adapter, self._forward = module, batch, adapter, forward
@@ -256,6 +258,7 @@ class _EmbeddingView(View):
         call: _Call,
     ) -> None:
         self.x, self.y, self.path, self.mask = x, y, ids_path, mask
+        self.target_path = call.target_path
         self._space, self._layer, self._batch, self._ids, self._call = space, layer, batch, ids, call
         self._fixed = ~mask[..., None]
         self._num_perturbed = 0
@@ -327,6 +330,7 @@ class _Call:
         function = bind_forward(module, forward, batch)
         #: The part whose output is taken; None for a function.
         self.part = function if isinstance(function, nn.Module) else None
+        self.target_path = target_path
         self._function = function
         self._args: tuple[Any, ...] = (batch,)
         self._kwargs: dict[str, Any] = {}

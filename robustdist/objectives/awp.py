@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -11,6 +15,37 @@ from robustdist.objectives.pgd_at import PGDAT
 from robustdist.objectives.wrapper import Wrapper
 
 __all__ = ["AWP"]
+
+
+class _Tape:
+    """Gives a second pass what attacks and references returned in the first, in the same order."""
+
+    def __init__(self) -> None:
+        self._recorded: list[Tensor] = []
+        self._place: int | None = None
+
+    def rewind(self) -> None:
+        """From now on play."""
+        self._place = 0
+
+    def on(self, context: ObjectiveContext) -> ObjectiveContext:
+        """Return ``context``, and all parts taken from it, on this tape."""
+        return replace(
+            context,
+            attack=self._taped(context.attack),
+            reference=self._taped(context.reference),
+            take=lambda *args: self.on(context.take(*args)),
+        )
+
+    def _taped(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def play(*args: Any, **kwargs: Any) -> Tensor:
+            if self._place is None:
+                self._recorded.append(function(*args, **kwargs))
+                return self._recorded[-1]
+            self._place += 1
+            return self._recorded[self._place - 1]
+
+        return play
 
 
 class AWP(Wrapper):
@@ -53,15 +88,8 @@ class AWP(Wrapper):
         if self.gamma == 0:
             return self.base.compute(context)
         # the same adversarial inputs for both passes: the attack is most of the cost
-        memory: list[Tensor] = []
-        attack = context.attack
-
-        def once(x: Tensor, y: object) -> Tensor:
-            if not memory:
-                memory.append(attack(x, y))
-            return memory[0]
-
-        context.attack = once
+        tape = _Tape()
+        context = tape.on(context)
         loss = self.base.compute(context)
         if loss is None:
             return None
@@ -79,6 +107,7 @@ class AWP(Wrapper):
                 step = grad * (self.gamma * parameter.norm() / grad.norm().clamp(min=1e-20))
                 # after an overflow the update is skipped, but the statistics of batch norm would keep a NaN
                 parameter.add_(torch.nan_to_num(step, nan=0.0, posinf=0.0, neginf=0.0))
+        tape.rewind()
         # autocast keeps the weights that it has cast
         torch.clear_autocast_cache()
         try:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from robustdist.attacks.base import Attack, Problem
 from robustdist.core.compiled import check_double_backward
 from robustdist.core.forward import as_logits, guarded_logits
-from robustdist.core.rng import Noise
+from robustdist.core.rng import Noise, derive_seed
 
 __all__ = ["Objective", "ObjectiveContext"]
 
@@ -26,7 +26,8 @@ class ObjectiveContext:
     Attributes:
         x: Clean inputs, shape (batch, ...).
         y: Targets.
-        attack: Maps (x, y) to adversarial inputs; local to the process.
+        attack: Maps (x, y) to adversarial inputs; local to the process. Keyword arguments are values that attributes of
+            the attack have for this call; with ``attack_loss`` it draws random starts of its own.
         loss: Maps inputs to the ordinary training loss, a scalar with a graph. The first call of a step is the one
             whose logs and metrics the user sees; later ones leave none.
         logits: Maps inputs to logits, with a graph.
@@ -35,6 +36,8 @@ class ObjectiveContext:
         problem: Returns the inner problem in pixel units, with logits that keep their graph, for objectives that
             differentiate through it; called once per batch, its noise is that of the attack.
         from_pixels: Maps pixel inputs back to the units of ``x``, differentiably.
+        take: Maps (rows, y=None) to the context of some samples, with targets ``y`` in place of theirs. The losses of a
+            part with other targets leave no logs.
         module: The module in training, for objectives that read or move its weights.
         step_factor: What a guard made of the attack's step: ``attack`` and ``problem`` hold it, objectives with a step
             rule of their own multiply by it.
@@ -44,13 +47,14 @@ class ObjectiveContext:
 
     x: Tensor
     y: Any
-    attack: Callable[[Tensor, Any], Tensor]
+    attack: Callable[..., Tensor]
     loss: Callable[[Tensor], Tensor | None]
     logits: Callable[[Tensor], Tensor]
     loss_and_logits: Callable[[Tensor], tuple[Tensor | None, Tensor]]
     reference: Callable[[Tensor], Tensor]
     problem: Callable[[], Problem]
     from_pixels: Callable[[Tensor], Tensor]
+    take: Callable[..., ObjectiveContext]
     module: nn.Module
     step_factor: float = 1.0
     progress: float = 1.0
@@ -76,6 +80,8 @@ class Objective(ABC):
     follows_progress = False
     #: Steps in a row that are made on one batch.
     replays = 1
+    #: Whether the loss is one of its own in place of the module's.
+    replaces_loss = False
     #: Whether the state belongs to the process, as perturbations of its own samples do.
     state_is_per_rank = False
 
@@ -91,6 +97,10 @@ class Objective(ABC):
     def adapt(self, attack: Attack) -> Attack:
         """Return the inner maximiser of this objective, made from the user's attack; by default that attack."""
         return attack
+
+    def trial_targets(self, logits: Tensor, y: Any) -> Any:
+        """Return targets with which the attack is tried on the first batch, given the logits of its clean inputs."""
+        return logits if self.attacks_predictions else y
 
     def after_backward(self) -> None:
         """Undo what the loss's graph needed until its backward pass; called after every backward pass."""
@@ -122,6 +132,7 @@ class Objective(ABC):
         loss_fn: Callable[[Tensor, Any], Tensor] = F.cross_entropy,
         rank: int = 0,
         step: int = 0,
+        progress: float = 1.0,
     ) -> Tensor:
         """Return the objective of a plain module.
 
@@ -133,30 +144,14 @@ class Objective(ABC):
             loss_fn: Ordinary loss of (logits, y), a scalar.
             rank: Global rank, part of the attack's random key.
             step: Number of this call, part of the attack's random key.
+            progress: Share of training that is done, for objectives that change with it.
 
         Raises:
             UsageError: If the objective cannot train ``model``, or the attack does not fit ``x`` and ``y``.
         """
         self.check_module(model)
         inner = self.adapt(attack)
-
-        def loss_and_logits(inputs: Tensor) -> tuple[Tensor, Tensor]:
-            logits = as_logits(model(inputs))
-            return loss_fn(logits, y), logits
-
-        context = ObjectiveContext(
-            x=x,
-            y=y,
-            attack=lambda x, y: inner(model, x, y, rank=rank, step=step),
-            loss=lambda x: loss_and_logits(x)[0],
-            logits=lambda x: as_logits(model(x)),
-            loss_and_logits=loss_and_logits,
-            reference=lambda x: guarded_logits(model, model, x, inner.model_mode),
-            problem=lambda: inner.problem(model, x, y, Noise(inner.seed, rank, step)),
-            from_pixels=lambda pixels: inner.from_pixels(pixels, x),
-            module=model,
-        )
-        loss = self.compute(context)
+        loss = self.compute(_plain_context(model, x, y, inner, loss_fn, Noise(inner.seed, rank, step), progress))
         assert loss is not None  # only a user's training_step can skip a batch
         return loss
 
@@ -164,3 +159,42 @@ class Objective(ABC):
         accepted = inspect.signature(type(self)).parameters
         arguments = ", ".join(f"{name}={value!r}" for name, value in vars(self).items() if name in accepted)
         return f"{type(self).__name__}({arguments})"
+
+
+def _plain_context(
+    model: nn.Module,
+    x: Tensor,
+    y: Any,
+    inner: Attack,
+    loss_fn: Callable[[Tensor, Any], Tensor],
+    noise: Noise,
+    progress: float,
+) -> ObjectiveContext:
+    """Return what an objective sees of a module without a Trainer."""
+
+    def attack(x: Tensor, y: Any, **changes: Any) -> Tensor:
+        if "attack_loss" in changes:
+            changes["seed"] = derive_seed(inner.seed, "another loss")
+        return (inner.variant(**changes) if changes else inner)(model, x, y, rank=noise.rank, step=noise.step)
+
+    def loss_and_logits(inputs: Tensor) -> tuple[Tensor, Tensor]:
+        logits = as_logits(model(inputs))
+        return loss_fn(logits, y), logits
+
+    def take(rows: Tensor, targets: Any = None) -> ObjectiveContext:
+        return _plain_context(model, x[rows], y[rows] if targets is None else targets, inner, loss_fn, noise, progress)
+
+    return ObjectiveContext(
+        x=x,
+        y=y,
+        attack=attack,
+        loss=lambda x: loss_and_logits(x)[0],
+        logits=lambda x: as_logits(model(x)),
+        loss_and_logits=loss_and_logits,
+        reference=lambda x: guarded_logits(model, model, x, inner.model_mode),
+        problem=lambda: inner.problem(model, x, y, noise),
+        from_pixels=lambda pixels: inner.from_pixels(pixels, x),
+        take=take,
+        module=model,
+        progress=progress,
+    )

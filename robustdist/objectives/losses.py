@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["kl_divergence", "mart_loss"]
+__all__ = ["kl_divergence", "mart_loss", "smoothed"]
 
 
 def _log_softmax(logits: Tensor) -> Tensor:
@@ -37,3 +37,11 @@ def mart_loss(logits: Tensor, logits_adv: Tensor, y: Tensor, beta: float) -> Ten
     boosted = -own - torch.log(1.0001 - largest_other + 1e-12)
     unsure = 1.0000001 - _log_softmax(logits).gather(1, y[:, None])[:, 0].exp()
     return boosted + beta * kl_divergence(logits_adv, logits) * unsure
+
+
+def smoothed(loss: Tensor, logits: Tensor, amount: float) -> Tensor:
+    r"""Return :math:`(1 - a) \ell - \frac{a}{K} \sum_k E[\log p_k(x)]` for K classes.
+
+    With the mean cross-entropy for :math:`\ell` this is cross-entropy to targets that are smoothed by ``amount``.
+    """
+    return (1 - amount) * loss - amount * _log_softmax(logits).mean()

@@ -33,6 +33,7 @@ class MART(Objective):
     """
 
     needs_second_pass = True
+    replaces_loss = True
 
     def __init__(self, beta: float = 5.0) -> None:
         if not 0 <= beta < float("inf"):

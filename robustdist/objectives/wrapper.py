@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from torch import Tensor
+
 from robustdist.attacks.base import Attack
 from robustdist.objectives.base import Objective
 
@@ -16,6 +18,7 @@ _TRAITS = (
     "reads_backward",
     "follows_progress",
     "replays",
+    "replaces_loss",
     "state_is_per_rank",
 )
 
@@ -35,6 +38,10 @@ class Wrapper(Objective):
     def adapt(self, attack: Attack) -> Attack:
         """Return the inner maximiser of the base objective."""
         return self.base.adapt(attack)
+
+    def trial_targets(self, logits: Tensor, y: Any) -> Any:
+        """Return the targets of the base objective."""
+        return self.base.trial_targets(logits, y)
 
     def after_backward(self) -> None:
         """Let the base objective undo what it did."""

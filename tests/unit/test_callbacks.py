@@ -15,7 +15,7 @@ from robustdist.errors import UsageError
         (lambda: AdversarialTraining(attack=PGD(targeted=True)), "use an untargeted attack"),
         (lambda: AdversarialTraining(eps_schedule=0.3), "pass LinearRamp"),
         (lambda: AdversarialTraining(precision="16"), "choose inherit, bf16, 32 or auto"),
-        (lambda: AdversarialTraining(attack_loss="mse"), "choose ce, margin or pass a function"),
+        (lambda: AdversarialTraining(attack_loss="mse"), "choose ce, margin, dlr or pass a function"),
         (lambda: AdversarialTraining(attack=TorchAttack("PGD"), attack_loss="margin"), "has a loss of its own"),
         (lambda: RobustEvaluation([PGD()]), "must map names to attacks"),
         (lambda: RobustEvaluation({}), "must map names to attacks"),

@@ -6,7 +6,7 @@ import copy
 import pickle
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -137,7 +137,7 @@ ROWS = [
         "AWP-TRADES",
         lambda: AWP(TRADES(), 0.005),
         ("clean", "clean"),
-        "raaattrtt",
+        "raaatttt",
         "AWP(base=TRADES(beta=6.0), gamma=0.005)",
         **TRADES_OPTIONS,
     ),
@@ -173,6 +173,7 @@ class Recorder:
             reference=self._reference,
             problem=self._problem,
             from_pixels=lambda pixels: pixels,
+            take=self._take,
             module=self.module,
         )
 
@@ -186,7 +187,12 @@ class Recorder:
     def _problem(self) -> Problem:
         return PGD(eps=0.1).problem(self._logits, self.x, self.y, Noise(0))
 
-    def _attack(self, x: Tensor, y: Any) -> Tensor:
+    def _take(self, rows: Tensor, y: Any = None) -> ObjectiveContext:
+        part = Recorder(self.skips)
+        part.x, part.y, part.x_adv = self.x[rows], self.y[rows] if y is None else y, self.x_adv[rows]
+        return replace(part.context, x=part.x, y=part.y)
+
+    def _attack(self, x: Tensor, y: Any, **changes: Any) -> Tensor:
         self.attacked.append((x, y))
         return self.x_adv
 

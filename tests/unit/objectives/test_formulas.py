@@ -149,7 +149,7 @@ def test_dat_without_clean_weight_is_pgdat_bit_for_bit(make_attack, step):
 def test_the_logged_losses_are_the_two_terms():
     terms = iter([torch.tensor(3.0, requires_grad=True), torch.tensor(5.0, requires_grad=True)])
     unused = dict.fromkeys(
-        ("logits", "loss_and_logits", "reference", "problem", "from_pixels", "module"), NotImplemented
+        ("logits", "loss_and_logits", "reference", "problem", "from_pixels", "take", "module"), NotImplemented
     )
     context = ObjectiveContext(x=torch.ones(1), y=None, attack=lambda x, y: x, loss=lambda x: next(terms), **unused)
     loss = DAT(0.5).compute(context)
