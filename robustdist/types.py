@@ -10,10 +10,13 @@ from torch import Tensor
 
 from robustdist.errors import UsageError
 
-__all__ = ["NORMS", "AttackLoss", "Bounds", "Norm", "Number", "check_count", "parse_number"]
+__all__ = ["NORMS", "UNLABELED", "AttackLoss", "Bounds", "Norm", "Number", "check_count", "parse_number"]
 
 Norm: TypeAlias = Literal["linf", "l2", "l1"]
 NORMS: tuple[Norm, ...] = ("linf", "l2", "l1")
+
+#: The integer target that marks a sample without label.
+UNLABELED = -1
 
 #: Smallest and largest valid pixel, or None for inputs without a box.
 Bounds: TypeAlias = Sequence[float] | None

@@ -5,6 +5,7 @@ from robustdist.data.digits import DigitsDataModule
 from robustdist.data.fashion_mnist import FashionMNISTDataModule
 from robustdist.data.mnist5k import MNIST5kDataModule
 from robustdist.data.photo_patches import PhotoPatchesDataModule
+from robustdist.data.unlabeled import UnlabeledMix
 from robustdist.data.vader import VADERDataModule
 
 __all__ = [
@@ -14,6 +15,7 @@ __all__ = [
     "MNIST5kDataModule",
     "Parts",
     "PhotoPatchesDataModule",
+    "UnlabeledMix",
     "VADERDataModule",
     "stratified_split",
 ]

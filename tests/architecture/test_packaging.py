@@ -38,7 +38,7 @@ PUBLIC = {
     "robustdist.callbacks": ["AdversarialTraining", "CatastrophicOverfittingGuard", "RobustEvaluation"],
     "robustdist.data": [
         "DigitsDataModule", "FashionMNISTDataModule", "ImageDataModule", "MNIST5kDataModule", "Parts",
-        "PhotoPatchesDataModule", "VADERDataModule", "stratified_split",
+        "PhotoPatchesDataModule", "UnlabeledMix", "VADERDataModule", "stratified_split",
     ],
     "robustdist.objectives": [
         "AWP", "DAT", "FGSMRS", "MART", "NFGSM", "PGDAT", "TRADES", "ConAdv", "FastBAT", "FreeAT", "FreeLB",

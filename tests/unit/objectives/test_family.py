@@ -6,7 +6,7 @@ import copy
 import pickle
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -66,15 +66,16 @@ class Row:
         return len(self.losses)
 
 
+DAT_SHOWN = "DAT(clean_weight={}, unlabeled_weight={}, unlabeled='{}')"
 DAT_LOGS = frozenset({"clean_loss", "adv_loss"})
 TRADES_OPTIONS: dict[str, Any] = {"logs": frozenset({"divergence"}), "targets": "reference"}
 BAT_LOGS = frozenset({"fast_bat/interior_fraction", "fast_bat/ig_ratio"})
 
 ROWS = [
     Row("PGDAT", PGDAT, ("adv",), "aaat", "PGDAT()", plain=True),
-    Row("DAT", DAT, ("adv", "clean"), "aaatt", "DAT(clean_weight=1.0)", DAT_LOGS),
-    Row("DAT-0", lambda: DAT(clean_weight=0.0), ("adv",), "aaat", "DAT(clean_weight=0.0)", plain=True),
-    Row("DAT-0.3", lambda: DAT(0.3), ("adv", "clean"), "aaatt", "DAT(clean_weight=0.3)", DAT_LOGS),
+    Row("DAT", DAT, ("adv", "clean"), "aaatt", DAT_SHOWN.format(1.0, 1.0, "pseudo"), DAT_LOGS),
+    Row("DAT-0", lambda: DAT(0.0), ("adv",), "aaat", DAT_SHOWN.format(0.0, 1.0, "pseudo"), plain=True),
+    Row("DAT-kl", lambda: DAT(0.3, 2.0, "kl"), ("adv", "clean"), "aaatt", DAT_SHOWN.format(0.3, 2.0, "kl"), DAT_LOGS),
     Row("TRADES", TRADES, ("clean",), "raaatt", "TRADES(beta=6.0)", **TRADES_OPTIONS),
     Row("MART", MART, ("adv",), "aaatt", "MART(beta=5.0)", needs_classes=True),
     Row("FGSMRS", FGSMRS, ("adv",), "at", "FGSMRS(step_factor=1.25)", plain=True),
@@ -173,7 +174,7 @@ class Recorder:
             reference=self._reference,
             problem=self._problem,
             from_pixels=lambda pixels: pixels,
-            take=self._take,
+            take=lambda rows, y=None: NotImplemented,
             module=self.module,
         )
 
@@ -186,11 +187,6 @@ class Recorder:
 
     def _problem(self) -> Problem:
         return PGD(eps=0.1).problem(self._logits, self.x, self.y, Noise(0))
-
-    def _take(self, rows: Tensor, y: Any = None) -> ObjectiveContext:
-        part = Recorder(self.skips)
-        part.x, part.y, part.x_adv = self.x[rows], self.y[rows] if y is None else y, self.x_adv[rows]
-        return replace(part.context, x=part.x, y=part.y)
 
     def _attack(self, x: Tensor, y: Any, **changes: Any) -> Tensor:
         self.attacked.append((x, y))
