@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
@@ -15,45 +15,22 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor, nn
 
-from robustdist.attacks import FGSM, PGD, Attack
+from robustdist.bench.attack_rows import EPS, REFERENCE, STEP_SIZE, UNIT, AttackFunction, Spec, attack_specs
 from robustdist.bench.machine import describe_machine, installed_version
 from robustdist.bench.measure import MIB, Clock, PassCounter, SavedTensors, Timing, interleave, ratios, spread
-from robustdist.bench.models import PreActResNet
+from robustdist.bench.models import PreActResNet, ResNet
 from robustdist.bench.output import check_out, make_console, write_json
+from robustdist.core.fast_path import FastPath
 from robustdist.core.guard import forked_rng
 from robustdist.errors import UsageError
-from robustdist.objectives import AWP, DAT, FGSMRS, MART, NFGSM, PGDAT, TRADES, FastBAT, GradAlign, Objective
+from robustdist.objectives import Objective
 from robustdist.types import check_count
 
 __all__ = ["bench_attack"]
 
-_EPS = 8 / 255
-_STEP_SIZE = 2 / 255
 _NUM_CLASSES = 10
 _LR = 0.01
 _MOMENTUM = 0.9
-_UNIT = "standard"
-_REFERENCE = "torchattacks_pgd"
-
-#: ``attack(model, x, y)``; None for a training step on clean images.
-_AttackFunction = Callable[[nn.Module, Tensor, Tensor], Tensor] | None
-
-
-@dataclass(frozen=True)
-class _Spec:
-    """One row of the table; ``note`` says why it cannot be run.
-
-    A row makes an adversarial batch and trains on it, or minimises ``objective`` with the attack of ``inner``.
-    """
-
-    key: str
-    name: str
-    make_attack: Callable[[nn.Module], _AttackFunction]
-    objective: Callable[[], Objective] | None = None
-    inner: Attack | None = None
-    channels_last: bool = False
-    bf16_attack: bool = False
-    note: str | None = None
 
 
 @dataclass
@@ -83,13 +60,14 @@ class _Row:
 class _Trainer:
     """One variant with a model, an optimiser and a batch of its own."""
 
-    spec: _Spec
+    spec: Spec
     model: nn.Module
     x: Tensor
     y: Tensor
-    attack: _AttackFunction = field(init=False)
+    attack: AttackFunction = field(init=False)
     objective: Objective | None = field(init=False)
     optimizer: torch.optim.Optimizer = field(init=False)
+    fast_path: FastPath = field(init=False)
 
     def __post_init__(self) -> None:
         if self.spec.channels_last:
@@ -98,6 +76,9 @@ class _Trainer:
         self.attack = self.spec.make_attack(self.model)
         self.objective = None if self.spec.objective is None else self.spec.objective()
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=_LR, momentum=_MOMENTUM)
+        self.fast_path = FastPath(**(self.spec.fast_path or {}))
+        if self.spec.fast_path is not None:
+            self.fast_path.prepare(self.model, self.x)
 
     def step(self) -> None:
         """Take one step of adversarial training."""
@@ -110,7 +91,8 @@ class _Trainer:
         """Return the batch to train on."""
         if self.attack is None:
             return self.x
-        with torch.autocast(self.x.device.type, torch.bfloat16, enabled=self.spec.bf16_attack):
+        autocast = torch.autocast(self.x.device.type, torch.bfloat16, enabled=self.spec.bf16_attack)
+        with autocast, self.fast_path.applied(self.model):
             return self.attack(self.model, self.x, self.y)
 
     def update(self, x: Tensor) -> None:
@@ -157,12 +139,13 @@ def bench_attack(
     """Measure what adversarial training costs per step, in standard training steps on the same machine.
 
     One row is one way to make the adversarial batch (linf, eps 8/255, step 2/255) plus one SGD step with momentum on
-    it, or one such step on an objective, for a small pre-activation ResNet-18 on random 3x32x32 images. The rows are
-    run in turn, once per round, after a round that does not count; cheap steps are repeated until they take about as
-    long as the longest, spread over the round. A ratio is taken within one round, and the table shows the median of
-    the rounds. On the CPU with one thread the clock is processor time, which other programs disturb least; otherwise
-    wall time. "floor" is the cost of the counted passes when a forward pass, an input gradient and a weight gradient
-    cost the same.
+    it, or one such step on an objective, for a small pre-activation ResNet-18 on random 3x32x32 images; the rows
+    "ResNet" are of a post-activation net of the same size, in standard steps of that net. The rows are run in turn,
+    once per round, after a round that does not count; cheap steps are repeated until they take about as long as the
+    longest, spread over the round. A ratio is taken within one round, and the table shows the median of the rounds. On
+    the CPU with one thread the clock is processor time, which other programs disturb least; otherwise wall time.
+    "floor" is the cost of the counted passes when a forward pass, an input gradient and a weight gradient cost the
+    same.
 
     Args:
         out: JSON file for the same figures; its folder must exist.
@@ -187,7 +170,7 @@ def bench_attack(
     chosen = _choose_device(device)
     clock: Clock = "cpu" if chosen.type == "cpu" and threads == 1 else "wall"
 
-    specs = _chosen(_specs(steps), rows)
+    specs = _chosen(attack_specs(steps), rows)
     with _global_state(chosen, threads):
         measured = _measure(specs, rounds, batch_size, width, chosen, clock)
     torchattacks = None if any(spec.note for spec in specs) else installed_version("torchattacks")
@@ -200,8 +183,8 @@ def bench_attack(
             "steps": steps,
             "threads": threads,
             "norm": "linf",
-            "eps": _EPS,
-            "step_size": _STEP_SIZE,
+            "eps": EPS,
+            "step_size": STEP_SIZE,
             "optimizer": f"SGD(lr={_LR}, momentum={_MOMENTUM})",
             "clock": clock,
         },
@@ -214,12 +197,14 @@ def bench_attack(
     return result
 
 
-def _chosen(specs: list[_Spec], keys: list[str] | None) -> list[_Spec]:
+def _chosen(specs: list[Spec], keys: list[str] | None) -> list[Spec]:
     known = [spec.key for spec in specs]
     for key in keys or ():
         if key not in known:
             raise UsageError(f"rows has no {key!r}: choose among {', '.join(known)}")
-    return [spec for spec in specs if keys is None or spec.key in (_UNIT, *keys)]
+    wanted = set(known if keys is None else keys)
+    units = {UNIT} | {spec.unit for spec in specs if spec.key in wanted}
+    return [spec for spec in specs if spec.key in wanted | units]
 
 
 def _choose_device(name: str) -> torch.device:
@@ -245,75 +230,16 @@ def _global_state(device: torch.device, threads: int) -> Iterator[None]:
         torch.set_num_threads(threads_before)
 
 
-def _specs(steps: int) -> list[_Spec]:
-    pgd = PGD(eps=_EPS, steps=steps, step_size=_STEP_SIZE)
-    fgsm = FGSM(eps=_EPS, step_size=1.25 * _EPS, random_start=True)
-    note = _torchattacks_missing()
-
-    def theirs(model: nn.Module) -> _AttackFunction:
-        import torchattacks
-
-        attack = torchattacks.PGD(model, eps=_EPS, alpha=_STEP_SIZE, steps=steps)
-        return lambda _, x, y: attack(x, y)
-
-    return [
-        _Spec(_UNIT, "standard step", lambda _: None),
-        _Spec("standard_channels_last", "standard step, channels_last", lambda _: None, channels_last=True),
-        _Spec("pgd", f"PGD-{steps}", lambda _: pgd),
-        _Spec("pgd_channels_last", f"PGD-{steps}, channels_last", lambda _: pgd, channels_last=True),
-        _Spec("pgd_bf16", f"PGD-{steps}, bf16 attack", lambda _: pgd, bf16_attack=True),
-        _Spec(
-            "pgd_channels_last_bf16",
-            f"PGD-{steps}, channels_last, bf16 attack",
-            lambda _: pgd,
-            channels_last=True,
-            bf16_attack=True,
-        ),
-        _Spec("fgsm", "FGSM with random start", lambda _: fgsm),
-        *(
-            _Spec(key, name, lambda _: None, objective=objective, inner=inner)
-            for key, name, objective, inner in _objectives(pgd)
-        ),
-        _Spec(_REFERENCE, f"torchattacks.PGD, {steps} steps", theirs, note=note),
-        _Spec(
-            "torchattacks_pgd_bf16", f"torchattacks.PGD, {steps} steps, autocast", theirs, bf16_attack=True, note=note
-        ),
-    ]
-
-
-def _objectives(pgd: PGD) -> list[tuple[str, str, Callable[[], Objective], Attack]]:
-    """Return key, name, objective and inner attack of the rows of objectives; weights change nothing in the cost."""
-    steps = pgd.steps
-    pgd2 = PGD(eps=_EPS, steps=2, step_size=_EPS / 2)
-    return [
-        ("fgsm_rs", "FGSM-RS", FGSMRS, pgd),
-        ("n_fgsm", "N-FGSM", NFGSM, pgd),
-        ("pgd2", "PGD-2, step eps/2", PGDAT, pgd2),
-        ("grad_align", "GradAlign", GradAlign, pgd),
-        ("fast_bat", "Fast-BAT", FastBAT, pgd),
-        ("dat_pgd", f"DAT, PGD-{steps}", DAT, pgd),
-        ("trades", f"TRADES-{steps}", TRADES, pgd),
-        ("mart", f"MART-{steps}", MART, pgd),
-        ("awp", f"AWP, PGD-{steps}", AWP, pgd),
-    ]
-
-
-def _torchattacks_missing() -> str | None:
-    try:
-        import torchattacks  # noqa: F401
-    except ImportError as error:
-        return f"not installed ({error}): pip install 'robustdist[attacks]'"
-    return None
-
-
 def _measure(
-    specs: list[_Spec], rounds: int, batch_size: int, width: int, device: torch.device, clock: Clock
+    specs: list[Spec], rounds: int, batch_size: int, width: int, device: torch.device, clock: Clock
 ) -> list[_Row]:
-    model = PreActResNet(width, _NUM_CLASSES).to(device)
+    models = {kind: kind(width, _NUM_CLASSES).to(device) for kind in (PreActResNet, ResNet)}
     x = torch.rand(batch_size, 3, 32, 32, device=device)
     y = torch.randint(_NUM_CLASSES, (batch_size,), device=device)
     rows = {spec.key: _Row(spec.key, spec.name, spec.note) for spec in specs}
-    trainers = {spec.key: _Trainer(spec, copy.deepcopy(model), x, y) for spec in specs if spec.note is None}
+    trainers = {
+        spec.key: _Trainer(spec, copy.deepcopy(models[spec.make_model]), x, y) for spec in specs if spec.note is None
+    }
     # one round that does not count: it warms up and carries the counters, which cost time
     for key, trainer in trainers.items():
         trainer.inspect(rows[key])
@@ -322,7 +248,9 @@ def _measure(
     timings = interleave({key: trainer.step for key, trainer in trainers.items()}, repeats, rounds, device)
     for key, measured in timings.items():
         rows[key].repeats = repeats[key]
-        _fill_times(rows[key], measured, timings[_UNIT], timings.get(_REFERENCE), clock)
+        unit = trainers[key].spec.unit
+        # torchattacks attacks the first network
+        _fill_times(rows[key], measured, timings[unit], timings.get(REFERENCE) if unit == UNIT else None, clock)
     return list(rows.values())
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["PreActResNet", "small_conv_net"]
+__all__ = ["PreActResNet", "ResNet", "small_conv_net"]
 
 _BLOCKS_PER_STAGE = 2
 _STRIDES = (1, 2, 2, 2)
@@ -67,6 +67,61 @@ class PreActResNet(nn.Module):
         """Return logits of shape (batch, classes)."""
         features = F.relu(self.norm(self.blocks(self.stem(x))))
         logits: Tensor = self.classifier(features.mean((2, 3)))
+        return logits
+
+
+class _Block(nn.Module):
+    """Two 3x3 convolutions, each before batch norm, around a shortcut; ReLU after the sum."""
+
+    def __init__(self, in_channels: int, out_channels: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(in_channels, out_channels, 3, stride=stride, padding=1, bias=False)
+        self.norm1 = nn.BatchNorm2d(out_channels)
+        self.conv2 = nn.Conv2d(out_channels, out_channels, 3, padding=1, bias=False)
+        self.norm2 = nn.BatchNorm2d(out_channels)
+        same_shape = stride == 1 and in_channels == out_channels
+        self.shortcut = nn.Sequential()
+        if not same_shape:
+            self.shortcut.append(nn.Conv2d(in_channels, out_channels, 1, stride=stride, bias=False))
+            self.shortcut.append(nn.BatchNorm2d(out_channels))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.norm2(self.conv2(F.relu(self.norm1(self.conv1(x)))))
+        return F.relu(out + self.shortcut(x))
+
+
+class ResNet(nn.Module):
+    """Post-activation ResNet-18 of the same size: every batch norm follows a convolution.
+
+    Args:
+        width: Channels of the first stage.
+        num_classes: Length of the logits.
+
+    References:
+        He et al., "Deep Residual Learning for Image Recognition".
+
+    Example:
+        >>> import torch
+        >>> ResNet(width=4)(torch.rand(2, 3, 32, 32)).shape
+        torch.Size([2, 10])
+    """
+
+    def __init__(self, width: int = 16, num_classes: int = 10) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU())
+        blocks: list[nn.Module] = []
+        channels = width
+        for stage, stride in enumerate(_STRIDES):
+            out_channels = width * 2**stage
+            for block in range(_BLOCKS_PER_STAGE):
+                blocks.append(_Block(channels, out_channels, stride if block == 0 else 1))
+                channels = out_channels
+        self.blocks = nn.Sequential(*blocks)
+        self.classifier = nn.Linear(channels, num_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return logits of shape (batch, classes)."""
+        logits: Tensor = self.classifier(self.blocks(self.stem(x)).mean((2, 3)))
         return logits
 
 

@@ -24,6 +24,7 @@ pytestmark = pytest.mark.slow
 STEPS = 2
 TINY = {"rounds": 1, "batch_size": 4, "width": 4, "steps": STEPS, "device": "cpu"}
 FEW = {**TINY, "rows": ["pgd", "torchattacks_pgd"]}
+RESNET = ["resnet_standard", "resnet_pgd", "resnet_pgd_folded", "resnet_pgd_channels_last_folded", "resnet_pgd_fast"]
 OURS = [
     "standard",
     "standard_channels_last",
@@ -31,6 +32,10 @@ OURS = [
     "pgd_channels_last",
     "pgd_bf16",
     "pgd_channels_last_bf16",
+    "pgd_folded",
+    "pgd_channels_last_folded",
+    "pgd_fast",
+    *RESNET,
     "fgsm",
     "fgsm_rs",
     "n_fgsm",
@@ -98,9 +103,10 @@ def test_print_names_the_machine_and_the_settings(tiny):
 @pytest.mark.parametrize(
     ("keys", "forwards", "weight_backwards", "floor"),
     [
-        (["standard", "standard_channels_last"], 1, 1, 1.0),
+        (["standard", "standard_channels_last", "resnet_standard"], 1, 1, 1.0),
         (["fgsm"], 2, 1, 5 / 3),
         (["pgd", "pgd_channels_last", "pgd_bf16", "pgd_channels_last_bf16"], STEPS + 1, 1, 1 + 2 * STEPS / 3),
+        (["pgd_folded", "pgd_channels_last_folded", "pgd_fast", *RESNET[1:]], STEPS + 1, 1, 1 + 2 * STEPS / 3),
         (THEIRS, STEPS + 1, 1, 1 + 2 * STEPS / 3),
         (["fgsm_rs", "n_fgsm"], 2, 1, 5 / 3),
         (["pgd2"], 3, 1, 7 / 3),
@@ -142,6 +148,10 @@ def test_ratios_are_consistent(tiny):
         for name in ("cpu_ratio", "wall_ratio", "cpu_ms", "wall_ms"):
             assert 0 <= row[name]["min"] <= row[name]["median"] <= row[name]["max"], (row["key"], name)
     assert tiny.row("standard")["ratio"] == {"median": 1.0, "min": 1.0, "max": 1.0}
+    # the other network is measured in steps of its own
+    assert tiny.row("resnet_standard")["ratio"] == {"median": 1.0, "min": 1.0, "max": 1.0}
+    own, steps = tiny.row("resnet_pgd")["cpu_ms"]["median"], tiny.row("resnet_standard")["cpu_ms"]["median"]
+    assert tiny.row("resnet_pgd")["ratio"]["median"] == pytest.approx(own / steps)  # one round
     # short steps are repeated until they cost as many passes as the longest
     assert tiny.row("grad_align")["repeats"] == 1
     longest = max(row["floor"] for row in tiny.result["rows"] if row["note"] is None)
@@ -152,7 +162,8 @@ def test_ratio_to_torchattacks(tiny):
     pytest.importorskip("torchattacks")
     assert tiny.row("torchattacks_pgd")["ratio_to_torchattacks"] == {"median": 1.0, "min": 1.0, "max": 1.0}
     for key in OURS:
-        assert tiny.row(key)["ratio_to_torchattacks"]["median"] > 0
+        ratio = tiny.row(key)["ratio_to_torchattacks"]
+        assert ratio is None if key in RESNET else ratio["median"] > 0
 
 
 def test_memory(tiny):
@@ -163,6 +174,16 @@ def test_memory(tiny):
     # half the bytes per number, a few numbers stay float32; the weights are cast, so they count here
     assert bf16["attack_saved_mib"] < 0.75 * pgd["attack_saved_mib"]
     assert pgd["cuda_peak_mib"] is None
+    # neither norms nor what follows them keep the outputs of convolutions; folded copies of weights count here
+    assert tiny.row("pgd_folded")["attack_saved_mib"] < 0.6 * pgd["attack_saved_mib"]
+    assert tiny.row("pgd_fast")["attack_saved_mib"] < 0.6 * bf16["attack_saved_mib"]
+    assert tiny.row("resnet_pgd_folded")["attack_saved_mib"] < 0.7 * tiny.row("resnet_pgd")["attack_saved_mib"]
+
+
+def test_chosen_rows_bring_what_their_ratios_are_to():
+    result = bench_attack(**TINY, rows=["resnet_pgd_fast"])
+    assert [row["key"] for row in result["rows"]] == ["standard", "resnet_standard", "resnet_pgd_fast"]
+    assert bench_attack(**TINY, rows=[])["rows"][0]["key"] == "standard"
 
 
 @pytest.fixture
