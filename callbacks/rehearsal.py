@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from robustdist._lightning import Trainer, rank_zero_info, rank_zero_warn
 from robustdist.attacks.losses import check_class_indices
-from robustdist.callbacks.objective_step import AttackCall, ObjectiveStep
+from robustdist.callbacks.objective_step import ObjectiveStep
 from robustdist.core.forward import looks_like_probabilities
 from robustdist.core.ranks import failing_together
 from robustdist.errors import RobustDistWarning
@@ -25,7 +25,7 @@ def rehearse(step: ObjectiveStep, objective: Objective) -> None:
         UsageError: If inputs, targets or module do not fit the attack.
     """
     # with the whole radius: a ramp begins with next to nothing
-    step = replace(step, call=AttackCall(step.call.rank, 0))
+    step = replace(step, call=replace(step.call, step=0, eps_scale=1.0, step_scale=1.0))
     logits = step.reference(step.x) if step.inner_step is None or step.label_smoothing else None
     targets = step.y if logits is None else objective.trial_targets(logits, step.y)
     if logits is not None and step.label_smoothing:

@@ -66,14 +66,15 @@ class FastBAT(Objective):
         problem = context.problem()
         if problem.norm != "linf" or problem.bounds is None:
             raise UsageError("FastBAT solves its inner problem in a box: use norm='linf' and give bounds")
-        x, eps = problem.x, problem.eps
+        x, eps, scale = problem.x, problem.eps, problem.loss_scale
         low = (problem.bounds[0] - x).clamp(min=-eps)
         high = (problem.bounds[1] - x).clamp(max=eps)
 
         def ascent(delta: Tensor, *, create_graph: bool) -> Tensor:
             leaf = delta.detach().requires_grad_()
             value = problem.loss(problem.logits(x + leaf), problem.y).sum()
-            return torch.autograd.grad(value, leaf, create_graph=create_graph)[0]
+            # scaled on its way through half precision, as the update is
+            return torch.autograd.grad(scale * value, leaf, create_graph=create_graph)[0] / scale
 
         def solved(delta: Tensor, grad: Tensor) -> Tensor:
             step = context.step_factor * self._step(grad, eps)
@@ -87,7 +88,8 @@ class FastBAT(Objective):
         if loss is None or self.implicit_weight == 0:
             return loss
         interior = (delta.detach() > low + _INTERIOR) & (delta.detach() < high - _INTERIOR)
-        (sensitivity,) = torch.autograd.grad(loss, delta, retain_graph=True)
+        mean_scale = scale * len(x)  # the loss is a mean over the batch
+        sensitivity = torch.autograd.grad(mean_scale * loss, delta, retain_graph=True)[0] / mean_scale
         implicit = (interior * sensitivity * self.implicit_weight).detach()
         context.logs["fast_bat/interior_fraction"] = interior.float().mean()
         context.logs["fast_bat/ig_ratio"] = implicit.norm() / sensitivity.norm().clamp(min=1e-30)

@@ -55,15 +55,18 @@ class GradAlign(Objective):
             return loss
         problem = context.problem()
         noisy = random_start(problem.x, problem.eps, problem.norm, problem.bounds, problem.noise, "align")
-        clean_grad, noisy_grad = (
-            torch.autograd.grad(problem.loss(problem.logits(leaf), problem.y).sum(), leaf, create_graph=create_graph)[
-                0
-            ].flatten(1)
-            for leaf, create_graph in ((problem.x.detach().requires_grad_(), False), (noisy.requires_grad_(), True))
-        )
+
+        def gradient(at: Tensor, *, create_graph: bool) -> Tensor:
+            leaf = at.detach().requires_grad_()
+            # scaled on its way through half precision, as the update is; the cosine does not see it
+            value = problem.loss_scale * problem.loss(problem.logits(leaf), problem.y).sum()
+            return torch.autograd.grad(value, leaf, create_graph=create_graph)[0].flatten(1)
+
+        clean_grad, noisy_grad = gradient(problem.x, create_graph=False), gradient(noisy, create_graph=True)
         norms = torch.linalg.vector_norm(clean_grad, dim=1) * torch.linalg.vector_norm(noisy_grad.detach(), dim=1)
-        usable = norms > 0
-        cosines = torch.cosine_similarity(clean_grad[usable], noisy_grad[usable], dim=1)
+        usable = (norms > 0) & torch.isfinite(norms)
+        # eps is a floor under the norms, and those of confident nets lie far below its default of 1e-8
+        cosines = torch.cosine_similarity(clean_grad[usable], noisy_grad[usable], dim=1, eps=0.0)
         misalignment = (1 - cosines).mean() if bool(usable.any()) else loss.new_zeros(())
         context.logs["misalignment"] = misalignment.detach()
         return loss + self.weight * misalignment

@@ -13,9 +13,9 @@ from torch.amp import GradScaler
 
 from robustdist.attacks import PGD, LinearRamp
 from robustdist.callbacks import AdversarialTraining, RobustEvaluation
-from robustdist.objectives import DAT, PGDAT
+from robustdist.objectives import DAT, PGDAT, FastBAT, GradAlign
 
-from .support import Classifier, loader, seeded_net
+from .support import Classifier, Memory, loader, seeded_net
 
 BUDGET = 8 / 255
 
@@ -167,3 +167,34 @@ def test_the_attack_in_bfloat16_moves_nearly_the_same_pixels(launch, images):
     assert torch.equal(moves["32"] * free, x_adv.grad.sign() * free)
     same = float((moves["32"] == moves["bf16"]).float().mean())
     assert 0.9 < same < 1.0  # less than 1, or it did not run in bfloat16
+
+
+class Faint(Classifier):
+    """Has input gradients that vanish in half precision unless the loss is scaled."""
+
+    def forward(self, x):
+        return self.net(x).float() * 1e-8
+
+
+@pytest.mark.parametrize(
+    ("objective", "keys"),
+    [(GradAlign(), ["robust/misalignment"]), (FastBAT(), ["fast_bat/interior_fraction", "fast_bat/ig_ratio"])],
+)
+def test_gradients_inside_an_objective_are_scaled_like_those_of_the_attack(launch, images, objective, keys):
+    x, y = images(32)
+    logs, moves = [], []
+    for plugins in ([], scaled()):
+        module, logger = Faint(seeded_net(), lr=0.0), Memory()
+        launch(
+            module,
+            loader(x, y, batch_size=32),
+            callbacks=[AdversarialTraining(objective, PGD(eps=1 / 16))],
+            plugins=plugins,
+            logger=logger,
+            log_every_n_steps=1,
+        )
+        logs.append([logger.values(key)[0] for key in keys])
+        moves.append((module.seen[0] - x).sign())
+    assert min(logs[0]) > 1e-9
+    assert logs[1] == pytest.approx(logs[0], rel=0.1)
+    assert float((moves[0] == moves[1]).float().mean()) > 0.95

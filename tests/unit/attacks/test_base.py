@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from robustdist.attacks import FGSM, PGD, Attack
 from robustdist.attacks.functional import distance
+from robustdist.errors import UsageError
 
 EPS = 0.1
 CIFAR_MEAN, CIFAR_STD = [0.4914, 0.4822, 0.4465], [0.2470, 0.2435, 0.2616]
@@ -49,6 +50,39 @@ def test_base_class_projects_whatever_an_attack_returns(task, norm):
     lengths = torch.linalg.vector_norm((x_adv.double() - x).flatten(1), ord=float(norm[1:]), dim=1)
     assert 0.2 * eps < float(lengths.max()) <= eps + 1e-6
     assert 0.0 <= float(x_adv.min()) <= float(x_adv.max()) <= 1.0
+
+
+def test_an_attack_may_write_into_its_problem_but_not_into_the_users_input(task):
+    class Writing(Attack):
+        def perturb(self, problem):
+            return problem.x.add_(0.05)
+
+    net, x, y = task
+    before = x.clone()
+    x_adv = Writing(eps=EPS)(net, x, y)
+    assert torch.equal(x, before)
+    assert not torch.equal(x_adv, before)
+
+
+def test_a_forward_that_writes_into_its_input_does_not_reach_the_users(task):
+    net, x, y = task
+    before = x.clone()
+
+    def forward(inputs):
+        with torch.no_grad():
+            return net(inputs.mul_(0.5))
+
+    with pytest.raises(UsageError, match="does not depend on its input"):
+        PGD(eps=EPS, random_start=False)(net, x, y, forward=forward)
+    assert torch.equal(x, before)
+
+
+def test_a_radius_of_zero_returns_a_copy(task):
+    net, x, y = task
+    x_adv = PGD(eps=0.0)(net, x, y)
+    assert torch.equal(x_adv, x)
+    x_adv.add_(1)
+    assert float(x.max()) <= 1
 
 
 @pytest.mark.parametrize("model_mode", ["eval", "train"])
