@@ -271,9 +271,8 @@ class _APGDEngine(Engine[_Runs]):
         if self.judges and self.problem.search is not None and bool(failed.any()):
             # the cheaper forward may have overlooked that the best point already fools the model
             rows = failed.nonzero()[:, 0]
-            with torch.no_grad():
-                logits = self.problem.logits(point[rows])
-            success = success.index_put((rows,), self.problem.reached(logits, self.problem.y[items.image[rows]]))
+            confirmed = self.problem.confirmed(point, self.problem.y[items.image], rows)
+            success = success.index_put((rows,), confirmed)
         return point, loss, success
 
     def _step(self, items: _Runs, grad: Tensor, first: Tensor) -> None:

@@ -152,7 +152,7 @@ class _FABEngine(Engine[_Walks]):
         problem, point, done = self.problem, items.x_adv, items.count == self.attack.steps
         ends = done.to(point.device)
         # a point that is drawn back needs its gradient elsewhere: where most are, judging comes first and alone
-        ahead = not bool(done.all()) and self._share_drawn_back <= 0.5
+        ahead = not bool(done.all()) and self._share_drawn_back <= 0.5 and problem.rowwise
         if ahead:
             logits, value, slope = self._linearise(items)
         else:
@@ -200,11 +200,7 @@ class _FABEngine(Engine[_Walks]):
         nearer = wrong & (away < items.distance)
         items.nearest = torch.where(per_row(nearer, items.x), items.x_adv, items.nearest)
         items.distance = torch.where(nearer, away, items.distance)
-        success = wrong & (away <= self.problem.eps)
-        if bool(success.any()):
-            rows = success.nonzero()[:, 0]
-            success[rows] = self.problem.fooled(items.x_adv[rows], logits[rows], items.y[rows])
-        return success
+        return self.problem.fooled(items.x_adv, logits, items.y, away <= self.problem.eps)
 
     def _conclude(self, items: _Walks, ending: Tensor, success: Tensor) -> Tensor:
         """Ask the points at distance ``eps`` on the ways to the nearest ones; return all successes."""
@@ -212,11 +208,8 @@ class _FABEngine(Engine[_Walks]):
         if len(rows):
             x = items.x[rows]
             share = (self.problem.eps / items.distance[rows]).clamp(max=1)
-            asked = x + per_row(share, x) * (items.nearest[rows] - x)
-            with torch.no_grad():
-                reached = self.problem.reached(self.problem.logits(asked), items.y[rows])
-            success, items.x_adv = success.clone(), items.x_adv.clone()
-            success[rows], items.x_adv[rows] = reached, asked
+            items.x_adv = items.x_adv.index_put((rows,), x + per_row(share, x) * (items.nearest[rows] - x))
+            success = success.index_put((rows,), self.problem.confirmed(items.x_adv, items.y, rows))
         return success
 
     def _project(self, items: _Walks, value: Tensor, slope: Tensor) -> None:
@@ -230,4 +223,4 @@ class _FABEngine(Engine[_Walks]):
         share = (first / (first + second).clamp(min=1e-12)).clamp(max=attack.alpha_max)
         alpha = per_row(share, x)
         moved = (1 - alpha) * (at + attack.eta * towards) + alpha * (x + attack.eta * from_clean)
-        items.x_adv = moved if bounds is None else moved.clamp(bounds[0], bounds[1])
+        items.x_adv = self.problem.clip(moved)

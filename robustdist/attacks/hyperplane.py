@@ -75,7 +75,7 @@ def _greedy(weight: Tensor, profile: Tensor, room: Tensor, gap: Tensor) -> Tenso
     """Return entries at ``room`` in falling order of ``weight`` until they are worth ``gap``, the last one in part."""
     ordered, order = weight.sort(dim=1, descending=True)
     most = room.gather(1, order)
-    worth = ordered * most
-    before = worth.cumsum(1) - worth
+    # shifted, not subtracted: without a box the first entry is worth infinitely much
+    before = torch.nn.functional.pad((ordered * most).cumsum(1)[:, :-1], (1, 0))
     wanted = (gap - before).clamp(min=0) / ordered.clamp(min=torch.finfo(weight.dtype).tiny)
     return torch.zeros_like(weight).scatter(1, order, torch.minimum(wanted, most))

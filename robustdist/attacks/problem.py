@@ -140,6 +140,10 @@ class Problem:
         """Return ``x_adv`` projected onto the threat model."""
         return project(x_adv, self.x, self.eps, self.norm, self.bounds)
 
+    def clip(self, x_adv: Tensor) -> Tensor:
+        """Return ``x_adv`` clipped to the image box."""
+        return x_adv if self.bounds is None else x_adv.clamp(self.bounds[0], self.bounds[1])
+
     def start(self, *tag: int | str) -> Tensor:
         """Return a random point of the threat model; ``tag`` tells one draw from another."""
         return random_start(self.x, self.eps, self.norm, self.bounds, self.noise, *tag)
@@ -156,17 +160,24 @@ class Problem:
         """Return per row whether an attack has what it wants: another class than ``y``, or that one if targeted."""
         return (logits.argmax(1) == y) == self.targeted
 
-    def fooled(self, x_adv: Tensor, logits: Tensor, y: Tensor) -> Tensor:
+    def confirmed(self, x_adv: Tensor, y: Tensor, rows: Tensor) -> Tensor:
+        """Return for some rows of ``x_adv`` whether they have what the attack wants, by ``self.logits``."""
+        with torch.no_grad():
+            logits = self.logits(x_adv[rows]) if self.rowwise else self.logits(x_adv)[rows]
+        return self.reached(logits, y[rows])
+
+    def fooled(self, x_adv: Tensor, logits: Tensor, y: Tensor, among: Tensor | None = None) -> Tensor:
         """Return per row whether ``x_adv`` fools the model, given its ``logits`` from ``search_logits``.
 
-        What the cheaper forward pass takes for a success is put to ``self.logits``, whose word is final.
+        What the cheaper forward pass takes for a success is put to ``self.logits``, whose word is final. Rows outside
+        ``among`` are not asked for and count as failures.
         """
         success = self.reached(logits, y)
+        if among is not None:
+            success = success & among
         if self.search is not None and bool(success.any()):
             rows = success.nonzero()[:, 0]
-            with torch.no_grad():
-                confirmed = self.reached(self.logits(x_adv[rows]), y[rows])
-            success = success.index_put((rows,), confirmed)
+            success = success.index_put((rows,), self.confirmed(x_adv, y, rows))
         return success
 
     def noise_of(self, rows: Tensor) -> Noise:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -17,11 +15,20 @@ from torch import Tensor, nn
 
 from robustdist.bench.attack_rows import EPS, REFERENCE, STEP_SIZE, UNIT, AttackFunction, Spec, attack_specs
 from robustdist.bench.machine import describe_machine, installed_version
-from robustdist.bench.measure import MIB, Clock, PassCounter, SavedTensors, Timing, interleave, ratios, spread
+from robustdist.bench.measure import (
+    MIB,
+    Clock,
+    PassCounter,
+    SavedTensors,
+    Timing,
+    global_state,
+    interleave,
+    ratios,
+    spread,
+)
 from robustdist.bench.models import PreActResNet, ResNet
 from robustdist.bench.output import check_out, make_console, write_json
 from robustdist.core.fast_path import FastPath
-from robustdist.core.guard import forked_rng
 from robustdist.errors import UsageError
 from robustdist.objectives import Objective
 from robustdist.types import check_count
@@ -171,7 +178,7 @@ def bench_attack(
     clock: Clock = "cpu" if chosen.type == "cpu" and threads == 1 else "wall"
 
     specs = _chosen(attack_specs(steps), rows)
-    with _global_state(chosen, threads):
+    with global_state(chosen, threads):
         measured = _measure(specs, rounds, batch_size, width, chosen, clock)
     torchattacks = None if any(spec.note for spec in specs) else installed_version("torchattacks")
     result: dict[str, Any] = {
@@ -216,18 +223,6 @@ def _choose_device(name: str) -> torch.device:
     if name == "cpu" or not available:
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
-
-
-@contextmanager
-def _global_state(device: torch.device, threads: int) -> Iterator[None]:
-    """Run with ``threads`` threads, gradients and fixed random streams; leave all of them as they were."""
-    threads_before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(threads)
-        with torch.inference_mode(False), torch.enable_grad(), forked_rng(device, 0):
-            yield
-    finally:
-        torch.set_num_threads(threads_before)
 
 
 def _measure(

@@ -5,14 +5,16 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+
+from robustdist.core.guard import forked_rng
 
 __all__ = [
     "MIB",
@@ -21,6 +23,7 @@ __all__ = [
     "SavedTensors",
     "Spread",
     "Timing",
+    "global_state",
     "interleave",
     "ratios",
     "schedule",
@@ -29,6 +32,18 @@ __all__ = [
 
 Clock = Literal["cpu", "wall"]
 MIB = 2**20
+
+
+@contextmanager
+def global_state(device: torch.device, threads: int, seed: int = 0) -> Iterator[None]:
+    """Run with ``threads`` threads, gradients and fixed random streams; leave all of them as they were."""
+    threads_before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        with torch.inference_mode(False), torch.enable_grad(), forked_rng(device, seed):
+            yield
+    finally:
+        torch.set_num_threads(threads_before)
 
 
 @dataclass(frozen=True)
