@@ -116,6 +116,7 @@ def bench_auto_attack(
         measured.append(entry)
         if case.missing:
             entry["note"] = f"skipped: {', '.join(case.missing)} not installed"
+            _print(console, entry)
             continue
         with global_state(torch.device("cpu"), threads, seed):
             judged = prepare(name, num_images, folder)
