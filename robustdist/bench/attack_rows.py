@@ -10,7 +10,20 @@ from torch import Tensor, nn
 
 from robustdist.attacks import FGSM, PGD, Attack
 from robustdist.bench.models import PreActResNet, ResNet
-from robustdist.objectives import AWP, DAT, FGSMRS, MART, NFGSM, PGDAT, TRADES, FastBAT, GradAlign, Objective
+from robustdist.objectives import (
+    AWP,
+    DAT,
+    FGSMRS,
+    MART,
+    NFGSM,
+    PGDAT,
+    TRADES,
+    FastBAT,
+    FreeAT,
+    FriendlyAT,
+    GradAlign,
+    Objective,
+)
 
 __all__ = ["EPS", "REFERENCE", "STEP_SIZE", "UNIT", "AttackFunction", "Spec", "attack_specs"]
 
@@ -131,11 +144,13 @@ def _objectives(pgd: PGD) -> list[tuple[str, str, Callable[[], Objective], Attac
     steps = pgd.steps
     pgd2 = PGD(eps=EPS, steps=2, step_size=EPS / 2)
     return [
+        ("free", "FreeAT, one replay", FreeAT, pgd),
         ("fgsm_rs", "FGSM-RS", FGSMRS, pgd),
         ("n_fgsm", "N-FGSM", NFGSM, pgd),
         ("pgd2", "PGD-2, step eps/2", PGDAT, pgd2),
         ("grad_align", "GradAlign", GradAlign, pgd),
         ("fast_bat", "Fast-BAT", FastBAT, pgd),
+        ("friendly", f"FriendlyAT, {steps} steps at most", FriendlyAT, pgd),
         ("dat_pgd", f"DAT, PGD-{steps}", DAT, pgd),
         ("trades", f"TRADES-{steps}", TRADES, pgd),
         ("mart", f"MART-{steps}", MART, pgd),
