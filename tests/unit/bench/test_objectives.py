@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from robustdist.attacks import PGD
-from robustdist.bench import bench_objectives, objectives
+from robustdist.bench import bench_objectives, small_training
 from robustdist.bench.models import small_conv_net
 from robustdist.callbacks import AdversarialTraining, CatastrophicOverfittingGuard
 from robustdist.cli import main
@@ -51,7 +51,7 @@ def figures(run):
     ],
 )
 def test_wrong_arguments_are_refused_before_anything_is_trained(options, words, monkeypatch):
-    monkeypatch.setattr(objectives, "_run", lambda *args: pytest.fail("trained"))
+    monkeypatch.setattr(small_training, "run", lambda *args: pytest.fail("trained"))
     with pytest.raises(UsageError) as caught:
         bench_objectives(**{**FEW, **options})
     assert words in str(caught.value)
@@ -59,22 +59,22 @@ def test_wrong_arguments_are_refused_before_anything_is_trained(options, words, 
 
 
 def test_every_row_can_be_trained():
-    for setting in objectives._SETTINGS.values():
-        for key, method in objectives._METHODS.items():
+    for setting in small_training.SETTINGS.values():
+        for key, method in small_training.METHODS.items():
             if method.make is None:
                 assert key == "standard"
                 continue
             attack = method.attack(setting, 7)
             assert (attack.eps, attack.seed) == (setting.eps, 7)
             AdversarialTraining(method.make(), attack)
-    pgd2 = objectives._METHODS["pgd2"].attack(objectives._SETTINGS["mnist5k"], 0)
+    pgd2 = small_training.METHODS["pgd2"].attack(small_training.SETTINGS["mnist5k"], 0)
     assert (pgd2.steps, pgd2.step_size) == (2, 0.15)
-    assert objectives._METHODS["trades"].attack(objectives._SETTINGS["mnist5k"], 0).steps == 7
+    assert small_training.METHODS["trades"].attack(small_training.SETTINGS["mnist5k"], 0).steps == 7
 
 
 def test_the_docstring_names_every_row():
     text = " ".join(bench_objectives.__doc__.split())
-    assert f"default all: {', '.join(objectives._METHODS)}." in text
+    assert f"default all: {', '.join(small_training.METHODS)}." in text
 
 
 # --- figures
@@ -116,7 +116,7 @@ def test_length_rate_and_ramp_reach_the_training(monkeypatch):
             rate = trainer.optimizers[0].param_groups[0]["max_lr"]
             seen.append((float(trainer.callback_metrics["robust/eps"]), rate))
 
-    monkeypatch.setattr(objectives, "AdversarialTraining", Spy)
+    monkeypatch.setattr(small_training, "AdversarialTraining", Spy)
     for ramp, lr in ((0.5, 0.01), (0, 5e-3)):
         bench_objectives(**FEW, objectives=["pgd2"], lr=lr, ramp=ramp)
     assert [eps for eps, _ in seen] == pytest.approx([0.1 * min(1, step / 7) for step in range(1, 15)] + [0.1] * 14)
@@ -159,9 +159,9 @@ def test_rows_are_means_and_extremes_over_seeds(tmp_path, capsys):
 def test_the_first_collapse_is_reported():
     guard = CatastrophicOverfittingGuard()
     guard.history = [{"epoch": epoch, "collapsed": epoch in (4, 5)} for epoch in range(1, 7)]
-    assert objectives._report(guard)["collapsed_in_epoch"] == 4
+    assert small_training._report(guard)["collapsed_in_epoch"] == 4
     guard.history = guard.history[:3]
-    assert objectives._report(guard)["collapsed_in_epoch"] is None
+    assert small_training._report(guard)["collapsed_in_epoch"] is None
 
 
 # --- the file
@@ -170,20 +170,20 @@ def test_the_first_collapse_is_reported():
 @pytest.mark.slow
 def test_a_killed_benchmark_goes_on(tmp_path, monkeypatch):
     out = str(tmp_path / "bench.json")
-    run = objectives._run
+    run = small_training.run
 
     def killed(method, setting, data, seed, num_test):
         if seed == 1:
             raise KeyboardInterrupt
         return run(method, setting, data, seed, num_test)
 
-    monkeypatch.setattr(objectives, "_run", killed)
+    monkeypatch.setattr(small_training, "run", killed)
     with pytest.raises(KeyboardInterrupt):
         bench_objectives(**{**FEW, "seeds": [0, 1]}, objectives=["standard"], out=out)
     (first,) = json.loads((tmp_path / "bench.json").read_text())["runs"]
 
     measured = []
-    monkeypatch.setattr(objectives, "_run", lambda *args: measured.append(args[3]) or run(*args))
+    monkeypatch.setattr(small_training, "run", lambda *args: measured.append(args[3]) or run(*args))
     result = bench_objectives(**{**FEW, "seeds": [0, 1]}, objectives=["standard"], out=out)
     assert measured == [1]
     assert result["runs"][0] == first
@@ -197,8 +197,8 @@ def test_a_killed_benchmark_goes_on(tmp_path, monkeypatch):
 def test_a_row_that_is_trained_otherwise_now_is_measured_again(tmp_path, monkeypatch):
     out = str(tmp_path / "bench.json")
     before = bench_objectives(**FEW, objectives=["fgsm_rs"], out=out)["runs"]
-    changed = objectives._Method("FGSM-RS", lambda: objectives.FGSMRS(step_factor=0.5))
-    monkeypatch.setitem(objectives._METHODS, "fgsm_rs", changed)
+    changed = small_training.Method("FGSM-RS", lambda: small_training.FGSMRS(step_factor=0.5))
+    monkeypatch.setitem(small_training.METHODS, "fgsm_rs", changed)
     after = bench_objectives(**FEW, objectives=["fgsm_rs"], out=out)["runs"]
     assert len(before) == len(after) == 1
     assert before[0]["training"] != after[0]["training"]
