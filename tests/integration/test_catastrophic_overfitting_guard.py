@@ -116,7 +116,8 @@ def test_accuracies_equal_a_naive_count(launch, images):
 )
 def test_the_one_step_attack_is_that_of_training_if_it_takes_one(launch, images, objective, trained_on):
     x, y = images(24)
-    callback = AdversarialTraining(objective, PGD(eps=EPS, steps=3))
+    steps = 3 if objective is None else 1
+    callback = AdversarialTraining(objective, PGD(eps=EPS, steps=steps))
     net = trained_net()
     attack = callback.attack if trained_on else FGSM(eps=EPS)
     expected = float((net(attack(net, x, y, sample_ids=range(24))).argmax(1) == y).float().mean())
@@ -357,6 +358,43 @@ def test_a_rollback_without_averages_or_momentum(launch, images):
             max_epochs=2,
         )
     assert same_state(*own["states"])
+
+
+def test_the_one_step_attack_is_as_short_as_rollbacks_made_it(launch, images):
+    x, y = images(32)
+    guard = CatastrophicOverfittingGuard(strong(), action="rollback", step_shrink=0.01)
+    with pytest.warns(RobustDistWarning, match="Rolled back"):
+        (own,) = launch(
+            module(),
+            loader(x, y),
+            callbacks=[training(), guard, Collapse(1), States()],
+            collect=collect,
+            max_epochs=3,
+        )
+    net = trained_net()
+    clean = float((net(x).argmax(1) == y).float().mean())
+    accuracies = [entry["one_step_acc"] for entry in own["history"]]
+    assert accuracies[0] == accuracies[1] < accuracies[2] == pytest.approx(clean)
+
+
+def test_a_monitor_that_looks_in_validation_sees_this_epoch(launch, images):
+    x, y = images(32)
+    seen = []
+
+    class Look(pl.Callback):
+        def on_validation_end(self, trainer, pl_module):
+            seen.append(float(trainer.callback_metrics["guard/multi_step_acc"]))
+
+    (entries,) = launch(
+        module(lr=0.1),
+        loader(x, y),
+        loader(x, y),
+        callbacks=[training(), CatastrophicOverfittingGuard(strong(), fall=0.9), Look()],
+        collect=history,
+        max_epochs=3,
+    )
+    assert seen == pytest.approx([entry["multi_step_acc"] for entry in entries])
+    assert len(set(seen)) > 1
 
 
 def test_the_number_of_rollbacks_is_limited(launch, images):
