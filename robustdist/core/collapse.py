@@ -28,12 +28,13 @@ class CollapseRule:
     With :math:`a` the accuracy under several steps at the full radius, and :math:`m` and :math:`o` those under several
     steps and under one at the radius in use, a check has collapsed if
 
-    .. math:: a \ll \max a \quad \text{or} \quad m \ll o \cdot \max \min(1, m / o)
+    .. math:: a \ll \max a \quad \text{or} \quad
+              \big( m \ll o \cdot \max \min(1, m / o) \; \text{and} \; a \le \max a + \text{fall} \big)
 
     where the maxima are over the earlier checks without a collapse and :math:`\ll` is :func:`has_collapsed`. The
     second condition compares at one radius, whatever it is: it holds while a radius grows, when :math:`m` may fall
     with good reason and :math:`a` has not risen yet. It is catastrophic overfitting by definition: what holds
-    against one step no longer holds against several.
+    against one step no longer holds against several. Where :math:`a` has clearly risen, one step has only run ahead.
 
     Attributes:
         drop: Share of the expected accuracy that must be lost.
@@ -49,8 +50,9 @@ class CollapseRule:
 
     def judge(self, full: float, multi_step: float, one_step: float) -> bool:
         """Return whether the check with these accuracies has collapsed; remember it if not."""
-        collapsed = has_collapsed(full, self.best, drop=self.drop, fall=self.fall) or has_collapsed(
-            multi_step, self.best_ratio * one_step, drop=self.drop, fall=self.fall
+        collapsed = has_collapsed(full, self.best, drop=self.drop, fall=self.fall) or (
+            full <= self.best + self.fall
+            and has_collapsed(multi_step, self.best_ratio * one_step, drop=self.drop, fall=self.fall)
         )
         if not collapsed:
             self.best = max(self.best, full)

@@ -130,6 +130,16 @@ def test_the_one_step_attack_is_that_of_training_if_it_takes_one(launch, images,
     assert entries[0]["multi_step_acc"] == pytest.approx(multi_step)
 
 
+def test_weights_are_judged_in_their_own_precision(launch, images):
+    x, y = images(48)
+
+    def measured(precision):
+        callbacks = [training(), CatastrophicOverfittingGuard(strong(), num_samples=48)]
+        return launch(module(), loader(x, y), callbacks=callbacks, collect=history, precision=precision)
+
+    assert measured("bf16-mixed") == measured("32-true")
+
+
 def test_checks_by_optimiser_steps(launch, images):
     x, y = images(48)
     memory = Memory()
@@ -358,6 +368,40 @@ def test_a_rollback_without_averages_or_momentum(launch, images):
             max_epochs=2,
         )
     assert same_state(*own["states"])
+
+
+class Manual(Classifier):
+    def __init__(self):
+        super().__init__(Trap(trained_net()), lr=0.01)
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        # two batches per step: at the end of an epoch of three the third is half a step
+        if batch_idx % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_a_rollback_in_manual_optimisation(launch, images):
+    x, y = images(24)
+    with pytest.warns(RobustDistWarning, match="Rolled back"):
+        (own,) = launch(
+            Manual(),
+            loader(x, y),
+            callbacks=[training(), CatastrophicOverfittingGuard(strong(), action="rollback"), Collapse(1), States()],
+            collect=lambda trainer, pl_module: (
+                collect(trainer, pl_module),
+                [parameter.grad for parameter in pl_module.parameters()],
+            ),
+            max_epochs=2,
+        )
+    results, gradients = own
+    assert [entry["step"] for entry in results["history"]] == [1, 2]
+    assert same_state(*results["states"])
+    # half a step at weights that are gone
+    assert gradients == [None] * len(gradients)
 
 
 def test_the_one_step_attack_is_as_short_as_rollbacks_made_it(launch, images):

@@ -47,7 +47,20 @@ def test_a_collapse_while_the_radius_grows():
     assert not rule.judge(0.02, 0.4, 0.6)
     assert rule.judge(0.02, 0.2, 0.6)
     # a check that collapsed does not count as a good one
+    assert rule.judge(0.1, 0.2, 0.6)
     assert (rule.best, rule.best_ratio) == (0.02, pytest.approx(0.5 / 0.55))
+
+
+def test_one_step_may_run_ahead_while_the_full_radius_gains():
+    # measured: Fast-BAT with the relative step on MNIST at the end of its ramp; it went on to 0.80
+    rule = CollapseRule()
+    assert not rule.judge(0.06, 0.60, 0.64)
+    assert not rule.judge(0.156, 0.50, 0.74)
+    assert not rule.judge(0.336, 0.336, 0.81)
+    assert rule.best == 0.336
+    # the same ratio without the gain, or with one no larger than noise
+    assert rule.judge(0.336, 0.336, 0.81)
+    assert rule.judge(0.43, 0.336, 0.81)
 
 
 def test_a_net_that_never_held_has_not_collapsed():
