@@ -52,7 +52,7 @@ def bench_objectives(
     Args:
         data: Data set.
         objectives: Rows, by key; default all: standard, fgsm_rs, n_fgsm, n_fgsm_free, grad_align, pgd2, pgd_at, trades,
-            mart, awp, dat, free_at, fast_bat, fast_bat_paper.
+            mart, awp, dat, free_at, friendly_at, fast_bat, fast_bat_paper.
         seeds: One training each; default 0, 1 and 2.
         out: JSON file for the figures, written after every training; its folder must exist. If it holds figures of the
             same settings, what is there is not measured again.

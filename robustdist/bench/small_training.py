@@ -22,7 +22,20 @@ from robustdist.core.guard import forked_rng
 from robustdist.data import DigitsDataModule, FashionMNISTDataModule, ImageDataModule, MNIST5kDataModule
 from robustdist.errors import RobustDistWarning
 from robustdist.evaluation import RobustTally
-from robustdist.objectives import AWP, DAT, FGSMRS, MART, NFGSM, PGDAT, TRADES, FastBAT, FreeAT, GradAlign, Objective
+from robustdist.objectives import (
+    AWP,
+    DAT,
+    FGSMRS,
+    MART,
+    NFGSM,
+    PGDAT,
+    TRADES,
+    FastBAT,
+    FreeAT,
+    FriendlyAT,
+    GradAlign,
+    Objective,
+)
 
 __all__ = ["BATCH_SIZE", "METHODS", "SETTINGS", "Method", "Setting", "describe", "quiet", "run"]
 
@@ -83,6 +96,8 @@ METHODS = {
     "awp": Method("AWP on PGD-AT", AWP),
     "dat": Method("DAT", DAT),
     "free_at": Method("FreeAT, 4 replays", FreeAT, passes=4),
+    # tau of the paper: 0, 1 and 2 up to epoch 50, 90 and 120
+    "friendly_at": Method("FriendlyAT", lambda: FriendlyAT(tau=[(0.0, 0), (50 / 120, 1), (90 / 120, 2)])),
     "fast_bat": Method("Fast-BAT, relative step", FastBAT),
     "fast_bat_paper": Method("Fast-BAT, constant of the paper", lambda: FastBAT(step="paper")),
 }
