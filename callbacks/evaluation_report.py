@@ -89,6 +89,7 @@ def publish(
         comparison={**context.comparison, context.label: result} if context.comparison else {},
         train_seconds=context.train_seconds,
         about=about,
+        leaderboard=context.leaderboard,
         title=context.title,
     )
     rank_zero_info(f"robust evaluation: {Path(report_dir) / 'report.html'}")

@@ -62,11 +62,11 @@ def _percent(right: Tensor) -> str:
 
 def gradient(attacked: int, without_margin: int, without_ce: int) -> Check:
     """Judge on how many images the margin loss and cross-entropy have no input gradient."""
-    margin, ce = (count / max(1, attacked) for count in (without_margin, without_ce))
-    numbers = f"no input gradient of the margin on {margin:.1%}, of cross-entropy on {ce:.1%} of the images"
+    margin, ce = (100 * count / max(1, attacked) for count in (without_margin, without_ce))
+    numbers = f"no input gradient of the margin on {margin:.1f} %, of cross-entropy on {ce:.1f} % of the images"
     if without_margin:
         return Check(False, f"{numbers}: something in the model stops gradients, such as rounding or saturation")
-    if ce > _NO_GRADIENT_SHARE:
+    if ce > 100 * _NO_GRADIENT_SHARE:
         return Check(False, f"{numbers}: the logits are so large that cross-entropy is blind, attack the margin")
     return Check(True, numbers)
 

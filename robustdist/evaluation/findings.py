@@ -100,7 +100,7 @@ def cheap_checks(records: Records, findings: Findings) -> dict[str, Check]:
             f"largest excess over the radius or the pixel range: {findings.excess:.1e}",
         ),
         "gradient": Check(
-            share <= _NO_GRADIENT_SHARE, f"{share:.1%} of the attacked images had no input gradient to follow"
+            share <= _NO_GRADIENT_SHARE, f"{100 * share:.1f} % of the attacked images had no input gradient to follow"
         ),
         "logits": Check(
             not findings.probabilities, "the model returns " + ("probabilities" if findings.probabilities else "logits")

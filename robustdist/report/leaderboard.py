@@ -10,8 +10,9 @@ from typing import Any
 
 from robustdist.errors import UsageError
 from robustdist.report.result import EvaluationResult
+from robustdist.report.text import is_standard_autoattack
 
-__all__ = ["FIELDS", "checked_row", "is_standard_autoattack", "leaderboard_row", "radius_string"]
+__all__ = ["FIELDS", "checked_row", "leaderboard_row", "radius_string"]
 
 #: The fields of a row, in the order of the board.
 FIELDS = (
@@ -39,11 +40,6 @@ def checked_row(known: Mapping[str, Any]) -> dict[str, Any]:
     return dict(known)
 
 
-def is_standard_autoattack(settings: Mapping[str, Any]) -> bool:
-    """Return whether an attack's settings are those of AutoAttack in its standard version, as published."""
-    return settings.get("attack") == "AutoAttack" and settings.get("version") == "standard"
-
-
 def radius_string(eps: float) -> str:
     """Return a radius exactly: as a number of 255ths where it is one, otherwise as the shortest equal decimal.
 
@@ -63,20 +59,19 @@ def leaderboard_row(
     """Return the row; what cannot be known is None.
 
     Accuracies are strings in percent with two decimals, as on the board. ``autoattack_acc`` is there only if
-    AutoAttack ran in its standard version: then it is the worst case over all attacks. ``unreliable`` says whether a
-    check failed.
+    AutoAttack ran in its standard version as published. ``unreliable`` says whether a check failed.
 
     Args:
         result: The evaluation.
         known: Fields that only the user knows.
         architecture: Name of the model's class, unless the user gave one.
     """
-    standard = any(is_standard_autoattack(score.settings) for score in result.attacks.values())
+    standard = [name for name, score in result.attacks.items() if is_standard_autoattack(score.settings)]
     eps = result.threat_model.get("eps")
     row = dict.fromkeys(FIELDS) | {"architecture": architecture} | dict(known)
     return row | {
         "eps": radius_string(float(eps)) if isinstance(eps, (int, float)) else None,
         "clean_acc": f"{100 * result.clean_acc:.2f}",
-        "autoattack_acc": f"{100 * result.robust_acc:.2f}" if standard else None,
+        "autoattack_acc": f"{100 * result.attack_acc(standard[0]):.2f}" if standard else None,
         "unreliable": bool(result.failed_checks),
     }

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any
 
-from robustdist.report.plots import is_drawable, plot_attacks, plot_curves, plot_examples
+from robustdist.report.panels import is_drawable, plot_examples
+from robustdist.report.plots import plot_attacks, plot_curves
 from robustdist.report.result import EvaluationResult, Examples
 
 __all__ = ["log_figures"]

@@ -11,6 +11,7 @@ from rich.text import Text
 from robustdist.report.result import EvaluationResult
 from robustdist.report.text import (
     attack_names,
+    bound_text,
     checks_text,
     interval_text,
     percent,
@@ -47,12 +48,13 @@ def evaluation_table(result: EvaluationResult, title: str) -> Table:
         worst case are the sum over the attacks.
     """
     lines = [
-        f"{result.num_samples} samples",
+        f"{result.num_samples} samples; the worst case is an {bound_text(result)}"
+        if bound_text(result) == "upper bound"
+        else f"{result.num_samples} samples",
         f"threat model: {threat_model_text(result.threat_model)}",
         checks_text(result),
     ]
-    failed = not all(check.passed for check in result.checks.values())
-    table = _table(title, "\n".join(filter(None, lines)), "bold red" if failed else "dim")
+    table = _table(title, "\n".join(filter(None, lines)), "bold red" if result.failed_checks else "dim")
     table.add_column("attack", overflow="fold", max_width=24)
     table.add_column("accuracy %", justify="right", no_wrap=True)
     table.add_column("95 % interval", justify="right", no_wrap=True)

@@ -10,9 +10,12 @@ from robustdist.report.result import EvaluationResult, wilson_interval
 
 __all__ = [
     "attack_names",
+    "bound_text",
     "checks_text",
     "eps_text",
+    "exact_text",
     "interval_text",
+    "is_standard_autoattack",
     "percent",
     "seconds_text",
     "setting_text",
@@ -132,13 +135,42 @@ def short_settings(settings: Mapping[str, Any]) -> str:
 
 
 def checks_text(result: EvaluationResult) -> str:
-    """Return how many checks passed and which did not; empty without checks."""
-    failed = [name for name, check in result.checks.items() if not check.passed]
+    """Return how many checks passed, which did not, and how many were not run; empty without checks."""
     if not result.checks:
         return ""
-    if not failed:
-        return f"all {len(result.checks)} checks passed" if len(result.checks) > 1 else "1 check passed"
-    return f"{len(failed)} of {len(result.checks)} checks FAILED: {', '.join(failed)}"
+    run = [name for name, check in result.checks.items() if check.passed is not None]
+    failed = result.failed_checks
+    left_out = len(result.checks) - len(run)
+    more = f", {left_out} not run" if left_out else ""
+    if failed:
+        return f"{len(failed)} of {len(run)} checks FAILED: {', '.join(failed)}{more}"
+    if len(run) == 1:
+        return f"1 check passed{more}"
+    return f"all {len(run)} checks{' that were run' if left_out else ''} passed{more}"
+
+
+def bound_text(result: EvaluationResult) -> str:
+    """Return what kind of number the robust accuracy is: "AutoAttack standard", or an upper bound and why."""
+    if any(is_standard_autoattack(score.settings) for score in result.attacks.values()):
+        return "AutoAttack standard"
+    return "upper bound"
+
+
+def is_standard_autoattack(settings: Mapping[str, Any]) -> bool:
+    """Return whether an attack's settings are those of AutoAttack in its standard version, as published."""
+    published = {"attack": "AutoAttack", "version": "standard", "steps": 100, "queries": 5000, "precision": "32"}
+    return all(settings.get(name) == value for name, value in published.items())
+
+
+def exact_text(value: Any) -> str:
+    """Return a radius as people write it and, where that is not the number itself, the exact one.
+
+    Example:
+        >>> exact_text(8 / 255), exact_text(0.3)
+        ('8/255 = 0.03137254901960784', '0.3')
+    """
+    short = eps_text(value)
+    return short if short == repr(value) else f"{short} = {value!r}"
 
 
 def attack_names(results: Iterable[EvaluationResult]) -> list[str]:

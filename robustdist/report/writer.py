@@ -6,6 +6,7 @@ import json
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -14,8 +15,11 @@ from torch import Tensor
 
 from robustdist.core.files import write_whole
 from robustdist.errors import RobustDistWarning, UsageError
+from robustdist.report.drawing import png_bytes
 from robustdist.report.html import render_html
-from robustdist.report.plots import is_drawable, plot_attacks, plot_curves, plot_examples, png_bytes
+from robustdist.report.leaderboard import leaderboard_row
+from robustdist.report.panels import is_drawable, plot_examples
+from robustdist.report.plots import plot_attacks, plot_curve, plot_curves, plot_waterfall
 from robustdist.report.result import EvaluationResult, Examples
 
 if TYPE_CHECKING:
@@ -33,6 +37,7 @@ def write_report(
     comparison: Mapping[str, EvaluationResult] = MappingProxyType({}),
     train_seconds: Mapping[str, float] = MappingProxyType({}),
     about: Mapping[str, str] = MappingProxyType({}),
+    leaderboard: Mapping[str, Any] = MappingProxyType({}),
     title: str = "Robust evaluation",
 ) -> list[Path]:
     """Write ``report.json``, ``report.html`` and the pictures that the arguments allow for.
@@ -48,6 +53,7 @@ def write_report(
         comparison: Evaluations by name of the model, all rows of the comparison; drawn in ``attacks.png``.
         train_seconds: Seconds of training by name of the model.
         about: What was judged: "model", "stage" and "checkpoint", as far as known.
+        leaderboard: Fields of the leaderboard row that only the user knows.
         title: Heading of the page.
 
     Returns:
@@ -71,20 +77,11 @@ def write_report(
     if train_seconds:
         content["train_seconds"] = dict(train_seconds)
     content.update(about)
+    row = leaderboard_row(result, leaderboard, about.get("model"))
+    content["leaderboard"] = row
     written = [write_whole(directory / "report.json", _json(content))]
 
-    threat_model = result.threat_model
-    eps, bounds = threat_model.get("eps"), threat_model.get("bounds")
-    pictures: dict[str, tuple[str, Callable[[], Figure]]] = {}
-    if history:
-        pictures["curves.png"] = ("Validation accuracy by epoch", lambda: plot_curves(history))
-    pictures["attacks.png"] = ("Accuracy by attack", lambda: plot_attacks(comparison or {title: result}))
-    if examples is not None and is_drawable(examples):
-        radius = float(eps) if isinstance(eps, (int, float)) else 0.0
-        pictures["examples.png"] = (
-            "Samples before and after the attack that fooled the model, or the first of all",
-            lambda: plot_examples(examples, radius, bounds=bounds),
-        )
+    pictures = _pictures(result, history, examples, comparison or {title: result})
     images = {}
     try:
         for name, (caption, draw) in pictures.items():
@@ -93,9 +90,47 @@ def write_report(
     except UsageError as error:
         warnings.warn(f"the report in {directory} lacks its pictures: {error}", RobustDistWarning, stacklevel=2)
 
-    page = render_html(title, result, comparison=comparison, train_seconds=train_seconds, images=images, about=about)
+    page = render_html(
+        title,
+        result,
+        comparison=comparison,
+        train_seconds=train_seconds,
+        images=images,
+        about=about,
+        leaderboard=row,
+    )
     written.append(write_whole(directory / "report.html", page.encode("utf-8", "xmlcharrefreplace")))
     return written
+
+
+def _pictures(
+    result: EvaluationResult,
+    history: Sequence[Mapping[str, float]],
+    examples: Examples | None,
+    models: Mapping[str, EvaluationResult],
+) -> dict[str, tuple[str, Callable[[], Figure]]]:
+    """Return captions and how to draw, by the name of the file."""
+    eps, bounds = result.threat_model.get("eps"), result.threat_model.get("bounds")
+    radius = float(eps) if isinstance(eps, (int, float)) else None
+    pictures: dict[str, tuple[str, Callable[[], Figure]]] = {}
+    if history:
+        pictures["curves.png"] = ("Validation accuracy by epoch", partial(plot_curves, history))
+    pictures["attacks.png"] = ("Accuracy by attack", partial(plot_attacks, models))
+    if result.waterfall:
+        pictures["waterfall.png"] = (
+            "What is still right after each attack, and after each stage of one",
+            partial(plot_waterfall, result.waterfall, result.num_samples),
+        )
+    for name, points in result.curves.items():
+        against = "the radius" if name == "eps" else name
+        caption = f"Accuracy against {against} of projected gradient descent, on {points[0].num_samples} samples"
+        pictures[f"{name}.png"] = (caption, partial(plot_curve, points, name, radius if name == "eps" else None))
+    if examples is not None and is_drawable(examples):
+        pictures["examples.png"] = (
+            "Samples before and after the attack that fooled the model, or the first of all",
+            partial(plot_examples, examples, radius or 0.0, bounds=bounds),
+        )
+    return pictures
 
 
 def _json(content: Mapping[str, Any]) -> bytes:

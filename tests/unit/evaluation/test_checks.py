@@ -162,7 +162,7 @@ def test_missing_gradients_are_found(num_blind, passes):
     tally = tally_of({"a": PGD(eps=0.01, steps=2), "b": PGD(eps=0.01, steps=1)}, Confident(), x, y, 8)
     assert (attacked(tally), blind(tally)) == (200, 2 * num_blind)
     assert check(tally, "gradient") == passes
-    assert tally.result().checks["gradient"].detail.startswith(f"{num_blind / 100:.1%} ")
+    assert tally.result().checks["gradient"].detail.startswith(f"{num_blind:.1f} % ")
 
 
 def test_only_counted_rows_can_miss_their_gradient():

@@ -3,12 +3,10 @@ from __future__ import annotations
 import base64
 import json
 import math
-import re
 import subprocess
 import sys
 import warnings
 from dataclasses import replace
-from html.parser import HTMLParser
 from pathlib import Path
 
 import numpy as np
@@ -16,38 +14,21 @@ import pytest
 import torch
 
 from robustdist.errors import RobustDistWarning, UsageError
-from robustdist.report import AttackScore, EvaluationResult, Examples, render_html, wilson_interval, write_report
+from robustdist.report import (
+    AttackScore,
+    Check,
+    ClassScore,
+    CurvePoint,
+    EvaluationResult,
+    Examples,
+    SavedScore,
+    Step,
+    wilson_interval,
+    write_report,
+)
 
 from .conftest import NASTY, make_result
-
-VOID = {"meta", "img", "br", "hr", "link", "input"}
-
-
-class Page(HTMLParser):
-    """Fails on tags that do not nest; keeps the tags with their attributes and the visible text."""
-
-    def __init__(self, source):
-        super().__init__(convert_charrefs=True)
-        self.open, self.tags, self.words = [], [], []
-        self.feed(source)
-        self.close()
-        assert self.open == []
-        self.text = " ".join(" ".join(self.words).split())
-
-    def handle_starttag(self, tag, attrs):
-        self.tags.append((tag, dict(attrs)))
-        if tag not in VOID:
-            self.open.append(tag)
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        if "style" not in self.open:
-            self.words.append(data)
-
-    def all(self, tag):
-        return [attributes for name, attributes in self.tags if name == tag]
+from .page import Page
 
 
 def test_json_has_the_promised_fields(tmp_path, result):
@@ -71,6 +52,35 @@ def test_json_is_read_back(tmp_path, result):
     (path, *_) = write_report(tmp_path, result)
     back = EvaluationResult.from_dict(json.loads(path.read_text("utf-8")))
     assert back == replace(result, threat_model=result.threat_model | {"bounds": [0.0, 1.0]})
+
+
+def test_all_that_was_found_is_read_back(tmp_path):
+    full = make_result(
+        checks={"logits": Check(True, "a"), "gradient": Check(False, "b"), "transfer": Check(None, "c")},
+        classes=[ClassScore(3, 10, 9, 8)],
+        loaders=[ClassScore(0, 200, 190, 119)],
+        waterfall=[Step("clean", 190), Step("pgd", 119)],
+        curves={"eps": [CurvePoint(0.1, 3, 4)]},
+        precision="float32",
+        model_hash="ab",
+        saved=SavedScore("examples.pt", 200, 119, None),
+    )
+    (path, *_) = write_report(tmp_path, full)
+    report = json.loads(path.read_text("utf-8"))
+    assert set(report["checks"]) == {"logits", "gradient"}
+    assert report["checks_not_run"] == {"transfer": "c"}
+    assert report["classes"][0]["robust_interval"] == list(wilson_interval(8, 10))
+    assert report["curves"]["eps"][0]["interval"] == list(wilson_interval(3, 4))
+    back = EvaluationResult.from_dict(report)
+    assert back == replace(full, threat_model=full.threat_model | {"bounds": [0.0, 1.0]})
+    assert back.failed_checks == ["gradient"]
+
+
+def test_a_report_of_an_older_version_is_read(result):
+    old = result.to_dict()
+    for name in ("checks_not_run", "classes", "loaders", "waterfall", "curves", "saved", "precision", "model_hash"):
+        del old[name]
+    assert EvaluationResult.from_dict(old) == result
 
 
 def test_everything_is_written(tmp_path, result, history, examples, comparison):
@@ -165,51 +175,6 @@ def test_importing_the_package_needs_neither_matplotlib_nor_lightning():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
-
-
-def test_html_is_one_well_formed_file(result, comparison):
-    source = render_html("Title", result, comparison=comparison, train_seconds={"a": 1.0}, images={"caption": b"png"})
-    page = Page(source)
-    assert source.startswith("<!DOCTYPE html>")
-    assert not re.search(r"https?:|//|url\(|@import|<script|<link|<iframe|javascript:", source.replace("</", ""))
-    assert not [attributes for _, attributes in page.tags if any(name.startswith("on") for name in attributes)]
-    assert {"name": "viewport", "content": "width=device-width, initial-scale=1"} in page.all("meta")
-    assert "prefers-color-scheme: dark" in source
-    assert all("data:image/png;base64," in image["src"] for image in page.all("img"))
-
-
-def test_html_says_what_matters(result, comparison):
-    page = Page(render_html("Digits", result, comparison=comparison, train_seconds={"adversarial training": 318.2}))
-    low, high = (f"{100 * end:.1f}" for end in wilson_interval(119, 200))
-    assert f"Robust accuracy 59.5 % 95 % interval {low} to {high}" in page.text
-    assert "Clean accuracy 95.0 %" in page.text
-    assert "Samples 200 3 attacks, seed 7" in page.text
-    assert "each pixel may change by at most 8/255 (linf), within [0, 1]" in page.text
-    assert (
-        "ordinary training 95.0 25.0 10.5 15.0 9.5 - adversarial training 95.0 75.0 60.5 65.0 59.5 318 s" in page.text
-    )
-    assert "PGD eps=8/255 steps=20 restarts=5" in page.text
-    assert "✓ pass gradient all fine" in page.text
-    assert "✗ FAIL budget excess of 0.1 <pixels>" in page.text
-    assert "1 of 2 checks FAILED: budget." in page.text
-    assert "upper bound on the true robust accuracy" in page.text
-    assert "note=" in page.text
-
-
-def test_html_without_optional_parts():
-    text = Page(render_html("T", make_result(checks={}, attacks={}, num_samples=0, num_clean=0, num_robust=0))).text
-    for heading in ("Comparison", "Checks of the evaluation", "Pictures", "All settings", "FAILED"):
-        assert heading not in text
-    assert "interval 0.0 to 100.0" in text
-
-
-def test_html_escapes_every_name(result):
-    hostile = make_result(checks={NASTY: next(iter(make_result().checks.values()))}, threat_model={NASTY: NASTY})
-    source = render_html(NASTY, hostile, comparison={NASTY: hostile}, train_seconds={NASTY: 1.0}, images={NASTY: b""})
-    assert "<img src=x" not in source
-    page = Page(source)
-    assert [image["alt"] for image in page.all("img")] == [NASTY]
-    assert page.text.count(NASTY) >= 8
 
 
 def test_the_report_raises_no_warning_of_its_own(tmp_path, result, history, examples, comparison):

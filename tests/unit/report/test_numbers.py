@@ -6,8 +6,16 @@ import pytest
 import torch
 from rich.console import Console
 
-from robustdist.report import AttackScore, comparison_table, evaluation_table, wilson_interval
-from robustdist.report.text import eps_text, seconds_text, setting_text, short_settings, threat_model_text
+from robustdist.report import AttackScore, Check, comparison_table, evaluation_table, wilson_interval
+from robustdist.report.text import (
+    checks_text,
+    eps_text,
+    exact_text,
+    seconds_text,
+    setting_text,
+    short_settings,
+    threat_model_text,
+)
 
 from .conftest import NASTY, make_result
 
@@ -135,3 +143,30 @@ def test_tables_without_samples():
     empty = make_result(num_samples=0, num_clean=0, drop=119, attacks={})
     assert "0.0-100.0" in text(evaluation_table(empty, "nothing"))
     assert "0.0" in text(comparison_table({"model": empty}, {}))
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "words"),
+    [
+        ([], ""),
+        ([True], "1 check passed"),
+        ([True, True], "all 2 checks passed"),
+        ([True, None], "1 check passed, 1 not run"),
+        ([True, True, None], "all 2 checks that were run passed, 1 not run"),
+        ([True, False, None], "1 of 2 checks FAILED: c1, 1 not run"),
+    ],
+)
+def test_checks_that_were_not_run_are_not_counted_as_passed(verdicts, words):
+    checks = {f"c{place}": Check(passed, "") for place, passed in enumerate(verdicts)}
+    result = make_result(checks=checks)
+    assert checks_text(result) == words
+    if words:
+        shown = " ".join(text(evaluation_table(result, "T"), width=200).split())
+        assert words in shown
+        assert "the worst case is an upper bound" in shown
+
+
+def test_a_radius_is_exact_beside_its_short_form():
+    assert exact_text(8 / 255) == "8/255 = 0.03137254901960784"
+    assert exact_text(0.031) == "0.031"
+    assert exact_text(0.0314159265) == "0.03142 = 0.0314159265"

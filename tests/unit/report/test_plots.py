@@ -10,11 +10,15 @@ from matplotlib.image import imread
 
 from robustdist.errors import UsageError
 from robustdist.report import (
+    CurvePoint,
     Examples,
+    Step,
     is_drawable,
     plot_attacks,
+    plot_curve,
     plot_curves,
     plot_examples,
+    plot_waterfall,
     png_bytes,
     wilson_interval,
 )
@@ -127,20 +131,20 @@ def test_examples_say_what_is_wrong_and_how_far_it_is_enlarged(examples):
     assert wrong == [5, 12, 14]
     assert {axes.title.get_fontweight() for index, axes in enumerate(figure.axes) if index in wrong} == {"bold"}
     assert texts(figure.axes[0]) == ["clean"]
-    assert texts(figure.axes[1]) == ["perturbation \u00d715"]
+    assert texts(figure.axes[1]) == ["perturbation \u00d710"]
     # zero is the middle of the colour map, the whole enlarged perturbation is inside
     (image,) = figure.axes[1].images
     low, high = image.get_clim()
     assert low == -high
     shown = torch.as_tensor(image.get_array().data)
-    assert torch.allclose(shown, 15 * (examples.x_adv - examples.x)[0, 0], atol=1e-5)
-    assert 0.4 < shown.abs().max() <= 0.5
+    assert torch.allclose(shown, 10 * (examples.x_adv - examples.x)[0, 0], atol=1e-5)
+    assert 0.3 < shown.abs().max() <= 0.5
 
 
 def test_examples_do_not_depend_on_the_pixel_range(examples):
     scaled = Examples(examples.x * 255, examples.x_adv * 255, examples.y, examples.predicted, examples.predicted_adv)
     figure = plot_examples(scaled, 8, bounds=(0, 255))
-    assert texts(figure.axes[1]) == ["perturbation \u00d715"]
+    assert texts(figure.axes[1]) == ["perturbation \u00d710"]
     assert float(figure.axes[0].images[0].get_array().max()) <= 1
     png_bytes(plot_examples(scaled, 0.0, bounds=None))
 
@@ -187,6 +191,57 @@ def test_missing_matplotlib_names_the_extra(monkeypatch, history, comparison, ex
         lambda: plot_curves(history),
         lambda: plot_attacks(comparison),
         lambda: plot_examples(examples, 0.1),
+        lambda: plot_curve([CurvePoint(1.0, 1, 2)], "steps"),
+        lambda: plot_waterfall([Step("clean", 1)], 2),
     ):
         with pytest.raises(UsageError, match=r"pip install 'robustdist\[plots\]'"):
             draw()
+
+
+def test_a_curve_shows_every_point_and_its_interval():
+    points = [CurvePoint(0.0, 190, 200), CurvePoint(0.01, 180, 200), CurvePoint(0.1, 80, 200), CurvePoint(0.5, 0, 200)]
+    figure = plot_curve(points, "eps", mark=0.1)
+    (axes,) = figure.axes
+    line, mark = axes.lines
+    assert list(line.get_xdata()) == [0, 0.01, 0.1, 0.5]
+    assert list(line.get_ydata()) == pytest.approx([95, 90, 40, 0])
+    assert list(mark.get_xdata()) == [0.1, 0.1]
+    # the second label would run into the first
+    assert texts(axes) == ["95.0", "40.0", "0.0", "evaluated at 0.1"]
+    low, high = wilson_interval(80, 200)
+    band = axes.collections[0].get_paths()[0].vertices
+    at = sorted(height / 100 for place, height in band.tolist() if place == 0.1)
+    assert (at[0], at[-1]) == pytest.approx((low, high))
+    assert axes.get_xscale() == "linear"
+    check_png(figure)
+
+
+@pytest.mark.parametrize("name", ["steps", "restarts"])
+def test_steps_and_restarts_are_far_apart_on_a_logarithmic_axis(name):
+    figure = plot_curve([CurvePoint(float(value), 200 - value, 200) for value in (1, 2, 5, 50)], name)
+    (axes,) = figure.axes
+    assert axes.get_xscale() == "log"
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["1", "2", "5", "50"]
+    assert name in axes.get_xlabel()
+    check_png(figure)
+    png_bytes(plot_curve([CurvePoint(1.0, 0, 0)], name))
+
+
+def test_the_waterfall_shows_what_is_left_after_each_step():
+    steps = [Step("clean", 180), Step("pgd", 90), Step(f"{NASTY}: square", 80)]
+    figure = plot_waterfall(steps, 200)
+    (axes,) = figure.axes
+    widths = [bar.get_width() for bar in axes.patches]
+    assert widths == pytest.approx([90, 90, 45, 90, 45, 40])  # pale what there was before, then what is left
+    assert texts(axes) == ["90.0", "45.0", "40.0"]
+    assert list(axes.lines[1].get_xdata()) == pytest.approx([100 * end for end in wilson_interval(90, 200)])
+    assert axes.yaxis_inverted()
+    check_png(figure)
+    png_bytes(plot_waterfall(steps[:1], 200))
+
+
+def test_nothing_to_draw_is_said():
+    with pytest.raises(UsageError, match="no curve"):
+        plot_curve([], "eps")
+    with pytest.raises(UsageError, match="no waterfall"):
+        plot_waterfall([], 3)
