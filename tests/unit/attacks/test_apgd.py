@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from robustdist.attacks import APGD
-from robustdist.attacks.apgd import checkpoints
+from robustdist.attacks.apgd import _APGDEngine, checkpoints
 from robustdist.attacks.losses import LOSSES, targeted_dlr
 from robustdist.core.rng import Noise, derive_seed
 from robustdist.errors import UsageError
@@ -332,3 +332,17 @@ def test_scalar_losses_cannot_be_compared(task):
 
 def test_row_streams_differ():
     assert derive_seed(0, 0, 1) != derive_seed(0, 1, 0)
+
+
+def test_standing_still_halves_the_step_only_if_it_was_not_halved_before(task):
+    net, x, y = task
+    attack = APGD(eps=0.1, steps=20)
+    problem = attack.problem(net, x[:3], y[:3], Noise(0))
+    engine = _APGDEngine(attack, problem, None)
+    runs = engine.start(torch.arange(3), 0)
+    runs.num_increases = torch.full((3,), 4.0)  # every step raised the loss: no oscillation
+    runs.best_loss, runs.checked_loss = torch.tensor([1.0, 1.0, 2.0]), torch.ones(3)
+    runs.was_halved = torch.tensor([True, False, False])
+    engine._check(runs, torch.full((3,), 4), torch.zeros_like(x[:3]))
+    torch.testing.assert_close(runs.step_size, torch.tensor([0.2, 0.1, 0.2]))
+    assert runs.was_halved.tolist() == [False, True, False]
