@@ -268,6 +268,16 @@ def test_the_module_is_as_it_was_after_an_attack_and_after_an_error():
     assert list(module.state_dict()) == keys
 
 
+def test_the_clean_point_of_a_layer_with_dropout_is_that_of_eval_mode():
+    module, batch = TextClassifier(dropout=0.5), texts(LENGTHS)
+    space = Embeddings("model.bert.embeddings")
+    state = torch.get_rng_state()
+    x = space.view(module, batch).x
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(part.training for part in module.modules())
+    assert torch.equal(x, module.eval().model.bert.embeddings(batch["input_ids"]))
+
+
 def test_a_longer_padding_gives_the_same_perturbation(bert):
     deltas = []
     for padded in (10, 17):
