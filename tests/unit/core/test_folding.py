@@ -251,6 +251,7 @@ def test_mode_decides_which_norms_are_fixed():
     assert [name for name, _ in fixed_norms(net, "train")] == ["norm"]
     assert pairs(net, mode="train") == [("conv", "norm")]
     assert [name for name, _ in fixed_norms(net, "eval")] == ["norm", "second_norm"]
+    assert list(fixed_norms(net.half(), "eval")) == []  # numbers in half precision would be rounded once more
 
 
 @pytest.mark.parametrize("fails", [False, True])
