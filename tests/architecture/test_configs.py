@@ -89,7 +89,14 @@ def own_callbacks(written: dict[str, Any]) -> list[Any]:
 
 def test_there_are_fragments_and_whole_configs():
     assert WHOLE == ["quickstart.yaml"]
-    assert {name.split("/")[0] for name in FRAGMENTS} == {"attack", "evaluation", "guard", "optim", "trainer"}
+    assert {name.split("/")[0] for name in FRAGMENTS} == {
+        "attack",
+        "checkpoint",
+        "evaluation",
+        "guard",
+        "optim",
+        "trainer",
+    }
 
 
 @pytest.mark.parametrize("name", FRAGMENTS)
