@@ -9,13 +9,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from robustdist._lightning import Callback, LightningModule, Trainer, check_same_package, rank_zero_warn
 from robustdist.attacks.base import Attack
 from robustdist.core.redirect import check_module_can_be_called
 from robustdist.errors import RobustDistWarning, UsageError
 
-__all__ = ["attack_context", "check_attacks", "check_combination", "check_report_dir", "warn_about_patience"]
+__all__ = [
+    "attack_context",
+    "check_attacks",
+    "check_combination",
+    "check_report_dir",
+    "warn_about_averages",
+    "warn_about_patience",
+]
 
 
 def check_attacks(attacks: Any) -> None:
@@ -85,6 +93,21 @@ def warn_about_patience(trainer: Trainer, prefix: str, every_n_epochs: int) -> N
                 f"every_n_epochs={every_n_epochs} is less often: raise patience or lower every_n_epochs",
                 category=RobustDistWarning,
             )
+
+
+def warn_about_averages(pl_module: LightningModule, averages: Mapping[str, Tensor] | None) -> None:
+    """Say so if the weights under test are not the averages that the loaded checkpoint holds.
+
+    A ``WeightAveraging`` that has trained in the same Trainer loads the weights behind the averages and swaps the two
+    for validation, but not for ``test``.
+    """
+    present = pl_module.state_dict()
+    if averages is not None and any(not torch.equal(present[name].cpu(), averages[name].cpu()) for name in averages):
+        rank_zero_warn(
+            "test runs on the weights before averaging, because the WeightAveraging of the training is still in this "
+            "Trainer: test with a new Trainer to judge the averages that the checkpoint was chosen for",
+            category=RobustDistWarning,
+        )
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from robustdist.callbacks.evaluation_setup import (
     check_attacks,
     check_combination,
     check_report_dir,
+    warn_about_averages,
     warn_about_patience,
 )
 from robustdist.core.batch import BatchAdapter
@@ -134,6 +135,7 @@ class RobustEvaluation(Callback):
         self._everywhere = False
         self._warned: set[str] = set()
         self._switched_loop: Any = None
+        self._averages: dict[str, Any] | None = None
         self._logged: dict[str, float] = {}
 
     @property
@@ -169,6 +171,11 @@ class RobustEvaluation(Callback):
             loop.inference_mode = False
             self._switched_loop = loop
             rank_zero_debug("RobustEvaluation: evaluation runs under no_grad instead of inference_mode")
+
+    def on_load_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Remember the averaged weights that a test is about."""
+        tested = trainer.state.fn == "test" and "current_model_state" in checkpoint
+        self._averages = checkpoint["state_dict"] if tested else None
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Give the evaluation loop its setting back."""
@@ -223,6 +230,8 @@ class RobustEvaluation(Callback):
 
     def on_test_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin to count."""
+        warn_about_averages(pl_module, self._averages)
+        self._averages = None
         self._begin(trainer, pl_module, trainer.test_dataloaders, due=True)
 
     def on_test_batch_start(

@@ -7,7 +7,14 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from robustdist._lightning import Callback, LightningDataModule, LightningModule, Trainer, rank_zero_warn
+from robustdist._lightning import (
+    Callback,
+    LightningDataModule,
+    LightningModule,
+    Trainer,
+    WeightAveraging,
+    rank_zero_warn,
+)
 from robustdist.attacks.base import Attack
 from robustdist.callbacks.robust_evaluation import RobustEvaluation
 from robustdist.errors import RobustDistWarning, UsageError
@@ -120,7 +127,9 @@ class RobustTrainer(Trainer):
         """Run ``test`` with ``evaluation`` in the place of the configured ones; arguments as in :meth:`evaluate`."""
         evaluation.context.checkpoint = ckpt_path
         kept = list(self.callbacks)
-        self.callbacks = [callback for callback in kept if not isinstance(callback, RobustEvaluation)] + [evaluation]
+        # a WeightAveraging that has trained here would load the weights behind the averages
+        apart = (RobustEvaluation, WeightAveraging)
+        self.callbacks = [callback for callback in kept if not isinstance(callback, apart)] + [evaluation]
         try:
             with warnings.catch_warnings():
                 # other callbacks' states are not needed here, and padded samples are not counted

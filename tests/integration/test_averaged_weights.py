@@ -9,6 +9,8 @@ from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 
 from robustdist.attacks import PGD
 from robustdist.callbacks import AdversarialTraining, RobustEvaluation
+from robustdist.cli.trainer import RobustTrainer
+from robustdist.errors import RobustDistWarning
 from tests.unit.objectives.test_family import ROWS
 
 from .support import Classifier, identical, loader, make_trainer, seeded_net
@@ -135,6 +137,33 @@ def test_evaluation_monitor_and_checkpoint_are_about_the_averages(tmp_path, imag
     assert len(attacked) == len(after_epochs) == 3
     scores = [float(score) for score in checkpoint.best_k_models.values()]
     assert float(checkpoint.best_model_score) == max(scores)
-    # the best checkpoint gives the accuracy that it was chosen for
-    (metrics,) = trainer.test(module, loader(x, y, batch_size=64), ckpt_path="best", verbose=False, weights_only=True)
-    assert metrics["robust/acc"] == pytest.approx(float(checkpoint.best_model_score))
+    best = float(checkpoint.best_model_score)
+    data = loader(x, y, batch_size=64)
+    # the best checkpoint gives the accuracy that it was chosen for: in a new Trainer, with averaging or without
+    for averaging in ([], [EMAWeightAveraging(decay=DECAY)]):
+        fresh = make_trainer(callbacks=[RobustEvaluation({"pgd": watching}), *averaging], default_root_dir=tmp_path)
+        (metrics,) = fresh.test(Classifier(), data, ckpt_path=checkpoint.best_model_path, verbose=False)
+        assert metrics["robust/acc"] == pytest.approx(best)
+    # the old one loads the weights behind the averages, and is said to
+    with pytest.warns(RobustDistWarning, match="test runs on the weights before averaging"):
+        trainer.test(module, data, ckpt_path="best", verbose=False)
+
+
+def test_the_final_judgement_of_the_command_is_about_the_averages(tmp_path, images):
+    x, y = images(64)
+    checkpoint = ModelCheckpoint(tmp_path, monitor="robust/acc", mode="max")
+    attack = PGD(eps=0.1, steps=2)
+    trainer = RobustTrainer(
+        accelerator="cpu",
+        max_epochs=2,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[EMAWeightAveraging(decay=DECAY), RobustEvaluation({"pgd": attack}), checkpoint],
+    )
+    module = Classifier()
+    trainer.fit(module, loader(x, y), loader(x, y, batch_size=64))
+    result = trainer.evaluate_with(
+        RobustEvaluation({"pgd": attack}), module, loader(x, y, batch_size=64), ckpt_path=trainer.best_checkpoint
+    )
+    assert result.robust_acc == pytest.approx(float(checkpoint.best_model_score))
