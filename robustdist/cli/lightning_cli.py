@@ -1,4 +1,4 @@
-"""LightningCLI with the subcommand evaluate and the section report."""
+"""LightningCLI with the subcommands evaluate and remeasure and the section report."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from robustdist.cli.trainer import RobustTrainer, check_checkpoint
 from robustdist.core.guard import forked_rng
 from robustdist.core.rng import derive_seed
 from robustdist.errors import UsageError
-from robustdist.report import EvaluationResult, comparison_table, evaluation_table
+from robustdist.report import EvaluationResult, comparison_table, evaluation_table, saved_table
 
 __all__ = ["ReportOptions", "RobustCLI", "run_lightning_cli"]
 
@@ -65,7 +65,8 @@ class RobustCLI(LightningCLI):
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
         """Return the verbs and the arguments that do not come from the command line."""
-        return {**LightningCLI.subcommands(), "evaluate": {"model", "dataloaders", "datamodule"}}
+        own = {"model", "dataloaders", "datamodule"}
+        return {**LightningCLI.subcommands(), "evaluate": own, "remeasure": own}
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add the section ``report``."""
@@ -141,10 +142,15 @@ class RobustCLI(LightningCLI):
         self._print(self._evaluated, {}, {}, str(self._get(self.config, "report_dir")))
 
     def _run_subcommand(self, subcommand: str) -> None:
-        if subcommand != "evaluate":
+        if subcommand not in ("evaluate", "remeasure"):
             super()._run_subcommand(subcommand)
             return
         kwargs = self._prepare_subcommand_kwargs(subcommand)
+        if subcommand == "remeasure":
+            score = self.trainer.remeasure(**kwargs)
+            if self.trainer.is_global_zero:
+                Console().print(saved_table(score))
+            return
         report = self._report_options()
         if kwargs.get("attacks") is None and report is not None:
             kwargs["attacks"] = report.attacks

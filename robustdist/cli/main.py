@@ -18,6 +18,7 @@ OK, FAILED, USAGE = 0, 1, 2
 _DESCRIPTION = """Robust, small and distributed models from unmodified LightningModules.
 
 fit, validate, test and predict are those of LightningCLI; evaluate measures robustness and writes a report;
+remeasure measures adversarial examples that evaluate saved;
 `robustdist bench attack` measures what attacks cost on this machine.
 """
 

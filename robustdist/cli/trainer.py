@@ -1,9 +1,11 @@
-"""Lightning's Trainer with one more verb: evaluate."""
+"""Lightning's Trainer with two more verbs: evaluate and remeasure."""
 
 from __future__ import annotations
 
 import json
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +19,15 @@ from robustdist._lightning import (
 )
 from robustdist.attacks.base import Attack
 from robustdist.callbacks.robust_evaluation import RobustEvaluation
+from robustdist.cli.remeasure import Remeasurement
 from robustdist.errors import RobustDistWarning, UsageError
-from robustdist.report import EvaluationResult
+from robustdist.report import EvaluationResult, SavedScore
 
 __all__ = ["RobustTrainer"]
 
 
 class RobustTrainer(Trainer):
-    """The Trainer, extended by the verb evaluate; everything else is Lightning's."""
+    """The Trainer, extended by the verbs evaluate and remeasure; everything else is Lightning's."""
 
     callbacks: list[Callback]
 
@@ -85,6 +88,45 @@ class RobustTrainer(Trainer):
         )
         return self.evaluate_with(evaluation, model, dataloaders, datamodule, ckpt_path)
 
+    def remeasure(
+        self,
+        model: LightningModule,
+        examples: str,
+        dataloaders: Any = None,
+        datamodule: LightningDataModule | None = None,
+        ckpt_path: str | None = None,
+        attacks: dict[str, Attack] | None = None,
+    ) -> SavedScore:
+        """Measure saved adversarial examples again, and leave the result beside them as JSON.
+
+        Args:
+            model: The module to judge.
+            examples: File that ``evaluate`` saved.
+            dataloaders: Loaders of the test data, if there is no datamodule; only one batch is fetched.
+            datamodule: Data module with a test loader.
+            ckpt_path: Checkpoint to load; None for the weights as they are.
+            attacks: Attacks whose ``mean`` and ``std`` say how the model's inputs are normalised; default those of the
+                configured RobustEvaluation.
+
+        Raises:
+            UsageError: If a file does not exist.
+        """
+        check_checkpoint(ckpt_path)
+        configured = [callback for callback in self.callbacks if isinstance(callback, RobustEvaluation)]
+        if attacks is None:
+            attacks = configured[0].attacks if configured else {}
+        units = next(iter(attacks.values()), None)
+        measurement = Remeasurement(examples, units, configured[0].forward if configured else None)
+        kept, batches = list(self.callbacks), self.limit_test_batches
+        self.callbacks = [callback for callback in kept if not isinstance(callback, RobustEvaluation)] + [measurement]
+        self.limit_test_batches = 1
+        try:
+            with _quiet():
+                self.test(model, dataloaders=dataloaders, datamodule=datamodule, ckpt_path=ckpt_path, verbose=False)
+        finally:
+            self.callbacks, self.limit_test_batches = kept, batches
+        return measurement.result()
+
     def judge(
         self, attacks: dict[str, Attack] | None, report_dir: str, max_samples: int | None, **options: Any
     ) -> RobustEvaluation:
@@ -131,10 +173,7 @@ class RobustTrainer(Trainer):
         apart = (RobustEvaluation, WeightAveraging)
         self.callbacks = [callback for callback in kept if not isinstance(callback, apart)] + [evaluation]
         try:
-            with warnings.catch_warnings():
-                # other callbacks' states are not needed here, and padded samples are not counted
-                warnings.filterwarnings("ignore", message=".*callbacks used to create the checkpoint.*")
-                warnings.filterwarnings("ignore", message=".*Using `DistributedSampler` with the dataloaders.*")
+            with _quiet():
                 self.test(model, dataloaders=dataloaders, datamodule=datamodule, ckpt_path=ckpt_path, verbose=False)
         finally:
             self.callbacks = kept
@@ -144,6 +183,15 @@ class RobustTrainer(Trainer):
         assert evaluation.report_dir is not None
         report = json.loads((Path(evaluation.report_dir) / "report.json").read_text())
         return EvaluationResult.from_dict(report)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        # other callbacks' states are not needed here, and padded samples are not counted
+        warnings.filterwarnings("ignore", message=".*callbacks used to create the checkpoint.*")
+        warnings.filterwarnings("ignore", message=".*Using `DistributedSampler` with the dataloaders.*")
+        yield
 
 
 def check_checkpoint(ckpt_path: str | None) -> None:

@@ -16,7 +16,7 @@ from robustdist.report.result import (
     Step,
     wilson_interval,
 )
-from robustdist.report.tables import comparison_table, evaluation_table
+from robustdist.report.tables import comparison_table, evaluation_table, saved_table
 from robustdist.report.writer import write_report
 
 __all__ = [
@@ -39,6 +39,7 @@ __all__ = [
     "plot_waterfall",
     "png_bytes",
     "render_html",
+    "saved_table",
     "wilson_interval",
     "write_report",
 ]

@@ -8,7 +8,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from robustdist.report.result import EvaluationResult
+from robustdist.report.result import EvaluationResult, SavedScore
 from robustdist.report.text import (
     attack_names,
     bound_text,
@@ -20,7 +20,7 @@ from robustdist.report.text import (
     threat_model_text,
 )
 
-__all__ = ["comparison_table", "evaluation_table"]
+__all__ = ["comparison_table", "evaluation_table", "saved_table"]
 
 # Names come from users: they enter as Text, which rich does not read as markup.
 
@@ -105,4 +105,17 @@ def comparison_table(
         if train_seconds:
             cells.append(seconds_text(train_seconds[model]) if model in train_seconds else "-")
         table.add_row(*cells, style="bold" if model == highlight else "")
+    return table
+
+
+def saved_table(score: SavedScore) -> Table:
+    """Return the accuracy on saved adversarial examples, in percent with its 95 % interval."""
+    table = _table("Saved adversarial examples", f"{score.num_samples} images from {score.file}")
+    table.add_column("pixels")
+    table.add_column("accuracy %", justify="right", no_wrap=True)
+    table.add_column("95 % interval", justify="right", no_wrap=True)
+    for pixels, right in (("float32, as saved", score.num_right), ("rounded to 8 bit", score.num_right_8bit)):
+        if right is not None:
+            share = percent(right / max(1, score.num_samples))
+            table.add_row(pixels, share, interval_text(right, score.num_samples))
     return table
