@@ -39,7 +39,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "bench": {*_BELOW_OBJECTIVES, "objectives", "evaluation", "callbacks", "data", "_lightning"},
     "data": {*_GROUND, "core", "_lightning"},
     "callbacks": {*_BELOW_OBJECTIVES, "objectives", "evaluation", "diagnostics", "report", "_lightning"},
-    "cli": {*_BELOW_OBJECTIVES, "callbacks", "report", "bench", "data", "_lightning", "__init__"},
+    "cli": {*_BELOW_OBJECTIVES, "evaluation", "callbacks", "report", "bench", "data", "_lightning", "__init__"},
     "configs": set(),
     "__main__": {"cli"},
 }
