@@ -142,8 +142,17 @@ def test_every_precision_trains_all_weights(launch, images, objective, precision
 # --- weights that are moved for a while
 
 
+class OverflowingOnOne(Overflowing):
+    """Has an infinite loss in its first two batches, in the last process only."""
+
+    def training_step(self, batch, batch_idx):
+        last = self.trainer.global_rank == self.trainer.world_size - 1
+        return super().training_step(batch, batch_idx if last else batch_idx + 2)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
 @pytest.mark.parametrize("objective", WITH_AWP, ids=repr)
-def test_true_weights_survive_a_skipped_step(launch, images, objective):
+def test_true_weights_survive_a_skipped_step(launch, images, objective, processes):
     net = seeded_net(batch_norm=True)
     start = {f"net.{name}": value.clone() for name, value in net.named_parameters()}
     weights = TrueWeights()
@@ -153,17 +162,26 @@ def test_true_weights_survive_a_skipped_step(launch, images, objective):
         def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
             after.append(identical(snapshot(pl_module), start))
 
-    (state,) = launch(
-        Overflowing(net),
-        loader(*images(32)),
+    ranks = launch(
+        OverflowingOnOne(net),
+        loader(*images(32 * processes)),
+        processes=processes,
         plugins=scaled(),
         callbacks=[weights, After(), adversarial(objective)],
-        collect=lambda trainer, module: module.state_dict(),
+        collect=lambda trainer, module: (module.state_dict(), weights.moved, weights.back, after),
     )
 
-    assert weights.back == [True] * 4
-    assert after == [True, True, False, False]  # the first two losses are infinite
-    assert all(bool(torch.isfinite(value).all()) for value in state.values())
+    for state, moved, back, unchanged in ranks:
+        assert len(moved) == len(back) == 4
+        # by an infinite gradient nothing is moved; in the other process the weights were, and are back as well
+        assert moved[2:] == [objective.gamma > 0] * 2
+        assert back == [True] * 4
+        assert unchanged == [True, True, False, False]
+        assert all(bool(torch.isfinite(value).all()) for value in state.values())
+    if processes == 2:
+        assert ranks[0][1][:2] == [objective.gamma > 0] * 2
+        parameters = start.keys()
+        assert identical(*({name: state[name] for name in parameters} for state, *_ in ranks))
 
 
 @pytest.mark.parametrize("place", ["step", "backward"])
