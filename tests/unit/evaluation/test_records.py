@@ -111,6 +111,12 @@ def test_the_waterfall_names_the_stage_that_broke_an_image():
     assert tally.result().num_robust == 2
 
 
+def test_an_image_that_no_stage_claims_falls_with_the_whole_attack():
+    x, y = images([0, 1]), torch.tensor([0, 1])
+    tally = tally_of({"ensemble": Staged({0: -1, 1: 0})}, Echo(), x, y)
+    assert [step.num_robust for step in tally.result().waterfall] == [2, 1, 1, 0]
+
+
 def test_a_record_per_image_says_what_happened_to_it():
     x, y = images([0, 1, 2]), torch.tensor([0, 1, 0])
     tally = tally_of({"a": Breaks(0)}, Echo(), x, y)
