@@ -95,6 +95,7 @@ class AutoAttack(Attack):
         channels_last: bool = False,
         drop: bool = True,
         batch_size: int | None = None,
+        attack_loss: LossName | AttackLoss = "margin",
         **kwargs: Any,
     ) -> None:
         if version not in ("standard", "plus", "rand", "custom"):
@@ -105,14 +106,14 @@ class AutoAttack(Attack):
             )
         if precision not in ("32", "bf16"):
             raise UsageError(f"precision={precision!r} is unknown: choose 32 or bf16")
-        if kwargs.setdefault("attack_loss", "margin") != "margin":
+        if attack_loss != "margin":
             raise UsageError("AutoAttack has losses of its own: leave attack_loss out, or use version='custom'")
         if kwargs.get("model_mode", "eval") != "eval":
             raise UsageError("AutoAttack judges the model that will be used: leave model_mode at 'eval'")
         for option, count in {"steps": steps, "queries": queries, "batch_size": batch_size}.items():
             if count is not None:
                 check_count(count, option)
-        super().__init__(eps=eps, step_size=0.0, **kwargs)
+        super().__init__(eps=eps, step_size=0.0, attack_loss="margin", **kwargs)
         self.version, self.precision, self.channels_last = version, precision, channels_last
         self.steps, self.queries, self.drop, self.batch_size = steps, queries, drop, batch_size
         chosen = list(attacks or []) if version == "custom" else list(_VERSIONS[version])

@@ -73,6 +73,7 @@ class FAB(Attack):
         beta: float = 0.9,
         drop: bool = True,
         batch_size: int | None = None,
+        attack_loss: LossName | AttackLoss = "margin",
         **kwargs: Any,
     ) -> None:
         check_count(steps, "steps")
@@ -86,9 +87,9 @@ class FAB(Attack):
             raise UsageError(f"eta={eta} must be at least 1: smaller steps end before the boundary")
         if not 0 < beta <= 1:
             raise UsageError(f"beta={beta} must be in (0, 1]: it is the share of the way that is kept")
-        if kwargs.setdefault("attack_loss", "margin") != "margin":
+        if attack_loss != "margin":
             raise UsageError("FAB follows differences of logits: leave attack_loss out, or use APGD for other losses")
-        super().__init__(eps=eps, step_size=0.0, **kwargs)
+        super().__init__(eps=eps, step_size=0.0, attack_loss="margin", **kwargs)
         self.steps, self.restarts, self.n_targets = steps, restarts, n_targets
         self.alpha_max, self.eta, self.beta = alpha_max, eta, beta
         self.drop, self.batch_size = drop, batch_size

@@ -57,6 +57,7 @@ class Square(Attack):
         restarts: int = 1,
         drop: bool = True,
         batch_size: int | None = None,
+        attack_loss: LossName | AttackLoss = "margin",
         **kwargs: Any,
     ) -> None:
         check_count(queries, "queries")
@@ -68,9 +69,9 @@ class Square(Attack):
         norm = kwargs.get("norm", "linf")
         if norm in NORMS and norm not in ENGINES:
             raise UsageError(f"norm={norm!r} has no square search here: use norm='linf' or 'l2'")
-        if kwargs.setdefault("attack_loss", "margin") != "margin":
+        if attack_loss != "margin":
             raise UsageError("Square compares margins: leave attack_loss out, or use PGD for other losses")
-        super().__init__(eps=eps, step_size=0.0, **kwargs)
+        super().__init__(eps=eps, step_size=0.0, attack_loss="margin", **kwargs)
         self.queries, self.p_init, self.rescale, self.restarts = queries, p_init, rescale, restarts
         self.drop, self.batch_size = drop, batch_size
 
