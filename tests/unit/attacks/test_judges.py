@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from robustdist.attacks import APGD, PGD, TorchAttack
+from robustdist.bench import bench_auto_attack
 
 pytestmark = pytest.mark.slow
 
@@ -100,3 +101,18 @@ def test_normalised_batches_give_the_same_robust_accuracy(judged):
         ]
     assert accs[0] < 0.7
     assert abs(accs[0] - accs[1]) <= 0.04
+
+
+@pytest.mark.timeout(300)
+def test_auto_attack_is_as_strong_as_pyautoattack(require, capsys, record_property):
+    """At equal budgets, on an adversarially trained net: within one image per hundred, here one image in all."""
+    for package in ("pyautoattack", "sklearn"):
+        require(package)
+    judges = ["exact", "fast", "pyautoattack"]
+    result = bench_auto_attack(["digits"], judges, num_images=60, steps=40, queries=300, queue=False)
+    rows = {row["judge"]: row for row in result["cases"][0]["rows"]}
+    reference = rows["pyautoattack"]["robust_acc"]
+    assert 0.3 < reference < 0.9  # neither hopeless nor trivial
+    for name in ("exact", "fast"):
+        record_property(name, rows[name]["robust_acc"] - reference)
+        assert abs(rows[name]["robust_acc"] - reference) * 60 < 1.5
