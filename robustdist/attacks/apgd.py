@@ -14,6 +14,7 @@ from robustdist.attacks.functional import ascent_step, per_row, project
 from robustdist.attacks.losses import LossName, checked_loss, targeted_dlr
 from robustdist.attacks.queue import Engine, Items, Progress, run_queue
 from robustdist.attacks.targets import other_classes
+from robustdist.core.rows import taken
 from robustdist.errors import UsageError
 from robustdist.types import AttackLoss, Number, check_count
 
@@ -106,7 +107,6 @@ class APGD(Attack):
         self.steps, self.restarts, self.n_targets = steps, restarts, n_targets
         self.rho, self.eot = rho, eot
         self.drop, self.batch_size = drop, batch_size
-        self._num_classes: int | None = None
 
     def perturb(self, problem: Problem) -> Tensor:
         """Return the worst iterate of every image."""
@@ -115,7 +115,6 @@ class APGD(Attack):
             with torch.no_grad():
                 logits = problem.logits(problem.x)
             problem.loss(logits, problem.y)  # checks the targets
-            self._num_classes = logits.shape[1]
             if self.multi_target:
                 targets = other_classes(logits, problem.y, self.n_targets)
         engine = _APGDEngine(self, problem, targets)
@@ -128,19 +127,13 @@ class APGD(Attack):
         return changed
 
     def settings(self) -> dict[str, Any]:
-        """Return the attack's arguments as plain values, and the loss that the number of classes allowed."""
+        """Return the attack's arguments as plain values."""
         settings = super().settings()
-        num_classes = settings.pop("_num_classes")
         del settings["step_size"]
         if settings.pop("multi_target"):
             settings["attack_loss"] = "dlr_targeted"
-            if num_classes is not None:
-                settings["n_targets"] = min(self.n_targets, num_classes - 1)
-                settings["loss_used"] = "dlr_targeted" if num_classes > 3 else "logit difference"
         else:
             del settings["n_targets"]
-            if num_classes == 2 and self.attack_loss == "dlr":
-                settings["loss_used"] = "margin"
         return settings
 
 
@@ -223,7 +216,7 @@ class _APGDEngine(Engine[_Runs]):
         problem, rows = self.problem, items.image
         loss, grad = torch.zeros_like(items.loss), torch.zeros_like(items.x)
         votes = torch.zeros_like(items.loss)
-        y = problem.y[rows] if self.judges else problem.y
+        y = problem.y[rows] if self.judges else self._targets_of(rows)
 
         def loss_of(logits: Tensor) -> Tensor:
             if self.targets is not None:
@@ -246,6 +239,11 @@ class _APGDEngine(Engine[_Runs]):
             if self.judges:
                 votes = votes + problem.fooled(items.x_adv, logits, y)
         return loss, grad, votes > self.attack.eot / 2
+
+    def _targets_of(self, rows: Tensor) -> Any:
+        """Return the targets of a loss of the user's, whatever they are, for these rows."""
+        whole = not self.problem.rowwise or torch.equal(rows, torch.arange(len(self.problem.x), device=rows.device))
+        return self.problem.y if whole else taken(self.problem.y, rows, len(self.problem.x))
 
     def _check(self, items: _Runs, interval: Tensor, grad: Tensor) -> Tensor:
         """Halve the step sizes of runs at a checkpoint that oscillate or stand still; return their new gradients."""

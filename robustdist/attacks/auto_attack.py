@@ -49,7 +49,7 @@ class AutoAttack(Attack):
     - "custom": the stages given as ``attacks``.
 
     With fewer than ten classes there are as many targets as other classes; the losses adapt as
-    :class:`~robustdist.attacks.apgd.APGD` says. Every stage's ``settings`` tell what was used.
+    :class:`~robustdist.attacks.apgd.APGD` says.
 
     Args:
         norm: Norm of the ball, "linf" or "l2".
@@ -190,7 +190,8 @@ class AutoAttack(Attack):
         noise = replace(whole.noise, seed=derive_seed(attack.seed, "stage", place))
         part = attack.adapt(whole, noise)
         x_adv = whole.project(attack.perturb(part).detach())
-        problem.followed[rows] |= part.followed
+        if attack.uses_gradient:
+            problem.followed[rows] |= part.followed
         with torch.no_grad():
             logits = problem.logits(x_adv)
         return x_adv, LOSSES["margin"](logits, part.y), problem.reached(logits, part.y)

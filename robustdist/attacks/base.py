@@ -56,6 +56,8 @@ class Attack(ABC):
     supports_targeted = True
     #: Names of the attacks that this one is made of; empty for a single attack.
     stages: Sequence[str] = ()
+    #: Whether it follows input gradients, so that images without one say something.
+    uses_gradient = True
     # Whether eps limits the result; attacks that search for the smallest perturbation have no radius.
     _has_eps = True
 

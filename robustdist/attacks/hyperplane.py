@@ -62,13 +62,18 @@ def _proportional(weight: Tensor, profile: Tensor, room: Tensor, gap: Tensor) ->
     gain = weight * profile
     t = gap / gain.sum(1, keepdim=True).clamp(min=tiny)
     for _ in range(_MAX_ROUNDS):
-        met = t * profile >= room
+        met = _along(t, profile) >= room
         rest = gap - (weight * room).masked_fill(~met, 0.0).sum(1, keepdim=True)
         further = torch.maximum(t, rest / gain.masked_fill(met, 0.0).sum(1, keepdim=True).clamp(min=tiny))
         if torch.equal(further, t):
             break
         t = further
-    return torch.minimum(t * profile, room)
+    return torch.minimum(_along(t, profile), room)
+
+
+def _along(t: Tensor, profile: Tensor) -> Tensor:
+    """Return ``t * profile``, 0 for an entry that does not move also where ``t`` has overflowed."""
+    return torch.where(profile > 0, t * profile, torch.zeros_like(profile))
 
 
 def _greedy(weight: Tensor, profile: Tensor, room: Tensor, gap: Tensor) -> Tensor:

@@ -47,6 +47,8 @@ class Square(Attack):
         Andriushchenko et al., "Square Attack: a Query-Efficient Black-box Adversarial Attack via Random Search".
     """
 
+    uses_gradient = False
+
     def __init__(
         self,
         *,

@@ -139,11 +139,17 @@ class RobustTrainer(Trainer):
             **options: Further arguments of RobustEvaluation.
 
         Raises:
-            UsageError: If there are no attacks.
+            UsageError: If there are no attacks, or two of one name.
         """
         configured = [callback for callback in self.callbacks if isinstance(callback, RobustEvaluation)]
         if attacks is None:
-            attacks = {name: attack for callback in configured for name, attack in callback.attacks.items()}
+            attacks = {}
+            for name, attack in (pair for callback in configured for pair in callback.attacks.items()):
+                if name in attacks and attacks[name].settings() != attack.settings():
+                    raise UsageError(
+                        f"two RobustEvaluation callbacks have an attack named {name!r}: rename one, or give attacks"
+                    )
+                attacks[name] = attack
         if not attacks:
             raise UsageError("there are no attacks to evaluate: give attacks, or configure a RobustEvaluation callback")
         if configured:

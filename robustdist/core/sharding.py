@@ -60,6 +60,8 @@ def shard_of(loader: Any, rank: int, world_size: int) -> Shard:
     batch_sampler = getattr(loader, "batch_sampler", None)
     # a loader with a batch sampler has a `sampler` too, which it does not use
     sampler = getattr(loader if batch_sampler is None else batch_sampler, "sampler", None)
+    if batch_sampler is not None and sampler is None:
+        return Shard(stride=world_size, offset=rank, exact=False)  # batches of the user's own making
     if isinstance(sampler, DistributedSampler) and _comes_from_a_framework(sampler):
         return Shard(stride=sampler.num_replicas, offset=sampler.rank, length=len(sampler.dataset))  # type: ignore[arg-type]
     if isinstance(sampler, SequentialSampler):

@@ -136,7 +136,8 @@ def no_better(attacker: str, outside: Tensor, held: Tensor, white_box: Tensor) -
         attacker: Its name.
         outside: Which images are right under it.
         held: Which are right under the attacks of the evaluation.
-        white_box: Which are right under these and under all attacks with gradients of this examination.
+        white_box: Which are right under all attacks with gradients of this examination, and under those of the
+            evaluation if none of them works without.
     """
     numbers = (
         f"{attacker} leaves {_percent(outside)} right, the evaluation {_percent(held)}, all attacks with gradients "

@@ -105,7 +105,9 @@ def _judge(columns: Mapping[str, Tensor], threat: Threat, radii: list[float]) ->
     by_restarts = [(count, columns[f"restarts {count}"]) for count in _RESTARTS]
     most_steps, most_restarts = by_steps[-1][1], by_restarts[-1][1]
     strongest = columns["held"] & most_steps & most_restarts
-    white_box = strongest & columns["margin"]
+    # the evaluation counts here only if all of its attacks follow gradients: black boxes among them are no reference
+    with_gradients = strongest if threat.follows_gradients else most_steps & most_restarts
+    white_box = with_gradients & columns["margin"]
     counts = [int(columns[name].sum()) for name in ("clean", "no margin gradient", "no ce gradient")]
     found = {
         "gradient": checks.gradient(*counts),

@@ -25,14 +25,19 @@ class Threat:
 
     Attributes:
         reference: The attack that is taken after.
+        follows_gradients: Whether all attacks of the evaluation follow input gradients.
     """
 
     reference: Attack
+    follows_gradients: bool = True
 
     @classmethod
     def of(cls, attacks: Mapping[str, Attack]) -> Threat | None:
         """Return the threat model of ``attacks``, None if none of them has a radius above 0."""
-        return next((cls(attack) for attack in attacks.values() if attack.radius), None)
+        # a stage of an ensemble counts as an attack
+        single = [stage for attack in attacks.values() for stage in getattr(attack, "attacks", [attack])]
+        follows = all(attack.uses_gradient for attack in single)
+        return next((cls(attack, follows) for attack in attacks.values() if attack.radius), None)
 
     @property
     def eps(self) -> float:

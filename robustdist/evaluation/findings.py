@@ -67,13 +67,15 @@ class Findings:
 def excess(attack: Attack, x_adv: Tensor, x: Tensor, mask: Tensor | None = None) -> float:
     """Return by how much ``x_adv`` exceeds the radius around ``x`` or the pixel range, relative to that range.
 
-    Measured in pixel units, after the normalisation was undone, and for embeddings as their attack measures them;
+    Without a range relative to the largest pixel. Measured in pixel units, after the normalisation was undone, and for embeddings as their attack measures them;
     infinite for an image that is not finite. ``mask`` says which tokens of a sequence are real.
     """
     adversarial, clean = attack.to_pixels(x_adv), attack.to_pixels(x)
     if not bool(torch.isfinite(adversarial).all()):
         return float("inf")
-    span = 1.0 if attack.bounds is None else attack.bounds[1] - attack.bounds[0]
+    # rounding is relative to the largest number there is
+    largest = max(1.0, float(clean.abs().max()) if clean.numel() else 1.0)
+    span = largest if attack.bounds is None else attack.bounds[1] - attack.bounds[0]
     found = 0.0
     if attack.radius is not None:
         radius = attack.eps * (1 + _L1_ROUNDING) if attack.norm == "l1" else attack.eps

@@ -31,7 +31,9 @@ def model_hash(module: nn.Module) -> str:
         (32, False)
     """
     digest = hashlib.blake2b(type(module).__qualname__.encode(), digest_size=16)
-    for name, value in sorted(module.state_dict().items()):
+    # also buffers that a checkpoint leaves out, such as means and standard deviations
+    held = {**module.state_dict(), **dict(module.named_buffers())}
+    for name, value in sorted(held.items()):
         if isinstance(value, Tensor):
             digest.update(f"{name} {value.dtype} {tuple(value.shape)}".encode())
             digest.update(_bytes_of(value))

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from robustdist.attacks.base import Attack
 from robustdist.attacks.losses import check_class_indices
 from robustdist.core.forward import guarded_logits, looks_like_probabilities
+from robustdist.core.rng import Noise
 from robustdist.errors import UsageError
 from robustdist.evaluation.findings import Findings, cheap_checks, excess
 from robustdist.evaluation.forwards import calls_autograd, repeat_forward
@@ -20,6 +21,9 @@ from robustdist.evaluation.records import Records
 from robustdist.report.result import AttackScore, EvaluationResult, Examples
 
 __all__ = ["RobustTally"]
+
+# Share of the largest logit by which the way to pixel units and back may change the lead of a class.
+_ROUNDING = 1e-2
 
 
 class RobustTally:
@@ -181,8 +185,10 @@ class RobustTally:
         moved = 0
         for attack in self.attacks.values():
             if attack.radius is not None:
-                x_adv = attack.run(module, x, y, forward=forward, sample_ids=range(len(x)), eps_scale=0.0).x_adv
-                moved += int((guarded_logits(module, forward, x_adv).argmax(1) != logits.argmax(1)).sum())
+                # what an attack attacks, in its units and number format, is the model that is judged
+                problem = attack.problem(forward, x, y, Noise(attack.seed))
+                attacked = guarded_logits(module, problem.logits, problem.x)
+                moved += int(_clearly_changed(logits, attacked).sum())
         self.findings.merge(
             [
                 Findings(
@@ -267,3 +273,10 @@ def _now(device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
+
+
+def _clearly_changed(before: Tensor, after: Tensor) -> Tensor:
+    """Return which rows have another prediction by more than the rounding of inputs and logits explains."""
+    first = before.argmax(1, keepdim=True)
+    lead = (after.amax(1, keepdim=True) - after.gather(1, first))[:, 0]
+    return lead > _ROUNDING * after.abs().amax(1)

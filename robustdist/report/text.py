@@ -24,9 +24,20 @@ __all__ = [
 ]
 
 # Settings that tell one attack from another at a glance, in this order; the rest is in report.json.
-_SHORT = ("norm", "eps", "steps", "restarts", "n_queries", "attack_loss", "model_mode")
+_SHORT = (
+    "norm",
+    "eps",
+    "steps",
+    "restarts",
+    "version",
+    "queries",
+    "n_queries",
+    "precision",
+    "attack_loss",
+    "model_mode",
+)
 # Values that go without saying.
-_USUAL = {"norm": "linf", "restarts": 1, "attack_loss": "ce", "model_mode": "eval"}
+_USUAL = {"norm": "linf", "restarts": 1, "attack_loss": "ce", "model_mode": "eval", "precision": "32"}
 _RADII = ("eps", "step_size", "alpha")
 _NORM_WORDS = {
     "linf": "each pixel may change by at most {eps} (linf)",

@@ -166,11 +166,7 @@ def test_any_number_of_classes(num_classes, attack_loss):
     assert bool((net(x_adv).argmax(1) == y).any())
     margin = LOSSES["margin"]
     assert bool((margin(net(x_adv), y) > margin(net(x), y)).all())
-    settings = attack.settings()
-    used = settings.get("loss_used", attack_loss)
-    expected = {("dlr", 2): "margin", ("dlr_targeted", 2): "logit difference", ("dlr_targeted", 3): "logit difference"}
-    assert used == expected.get((attack_loss, num_classes), attack_loss)
-    assert settings.get("n_targets") == (num_classes - 1 if attack_loss == "dlr_targeted" else None)
+    assert attack.settings() == APGD(eps=0.01, steps=5, attack_loss=attack_loss).settings()
 
 
 # --- what the queue may not change
@@ -346,3 +342,21 @@ def test_standing_still_halves_the_step_only_if_it_was_not_halved_before(task):
     engine._check(runs, torch.full((3,), 4), torch.zeros_like(x[:3]))
     torch.testing.assert_close(runs.step_size, torch.tensor([0.2, 0.1, 0.2]))
     assert runs.was_halved.tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize("targets", ["tensor", "dict"])
+def test_a_loss_of_the_users_goes_with_any_batch_size(targets):
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Flatten(), nn.Linear(16, 3)).double().eval()
+    x, wanted = torch.rand(9, 1, 4, 4).double(), torch.rand(9, 3).double()
+    y = wanted if targets == "tensor" else {"wanted": wanted}
+
+    def loss(logits, y):
+        return (logits - (y if targets == "tensor" else y["wanted"])).square().sum(1)
+
+    whole, parts = (
+        APGD(eps=0.1, steps=8, restarts=2, attack_loss=loss, batch_size=size)(net, x, y, sample_ids=range(9))
+        for size in (None, 4)
+    )
+    assert torch.allclose(whole, parts, atol=1e-12, rtol=0)
+    assert bool((loss(net(whole), y) > loss(net(x), y)).all())

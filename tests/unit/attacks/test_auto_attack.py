@@ -98,8 +98,8 @@ def test_few_classes(num_classes, version):
     attack = AutoAttack(eps=0.01, version=version, steps=3, queries=10)
     result = attack.run(net, x, y)
     assert int((result.stage == -1).sum()) > 0, "images must survive for later stages to run"
-    used = [stage.get("loss_used") for stage in attack.settings()["attacks"]]
-    assert ("logit difference" in used) == (version != "rand" and num_classes < 4)
+    # what was attacked leaves no trace in the settings, which tell evaluations apart
+    assert attack.settings() == AutoAttack(eps=0.01, version=version, steps=3, queries=10).settings()
 
 
 # --- the cheap search

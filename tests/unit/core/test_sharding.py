@@ -332,3 +332,8 @@ def test_fingerprints_draw_nothing_from_the_global_stream():
     before = torch.get_rng_state()
     assert fingerprint(DataLoader(Noisy())) == fingerprint(DataLoader(Noisy()))
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_batches_of_the_users_own_making_are_not_claimed():
+    loader = DataLoader(Positions(4), batch_sampler=[[0, 1, 2, 3], [0, 1, 2, 3]])
+    assert not shard_of(loader, 0, 1).exact
