@@ -193,13 +193,14 @@ class AdversarialTraining(Callback):
         if self.objective.replays > 1:
             rank_zero_info(
                 f"{type(self.objective).__name__} makes {self.objective.replays} steps on every batch it takes and "
-                f"drops the {self.objective.replays - 1} that follow: one pass over the data takes "
+                f"drops the {self.objective.replays - 1} that follow: as many steps as one pass over the data has take "
                 f"{self.objective.replays} epochs"
             )
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Let go of the batch that was replayed when a new group begins, with every epoch at the latest."""
-        if batch_idx % self.objective.replays == 0:
+        # one batch later in every epoch: a loader with a fixed order would otherwise hand out the same few for ever
+        if batch_idx == 0 or (batch_idx - trainer.current_epoch) % self.objective.replays == 0:
             self._replayed = None
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:

@@ -140,7 +140,6 @@ class CatastrophicOverfittingGuard(Callback):
         if trainer.global_step == 0:
             # a new training; a checkpoint is restored after this
             self._reset()
-        self._last_step = trainer.global_step
 
     def _find_training(self, trainer: Trainer) -> AdversarialTraining:
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
@@ -161,6 +160,10 @@ class CatastrophicOverfittingGuard(Callback):
                 "AdversarialTraining attacks something else: leave the guard out"
             )
         return found[0]
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Start to watch the steps, from where a resumed training goes on."""
+        self._last_step = trainer.global_step
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Keep the first samples."""

@@ -67,8 +67,9 @@ class Findings:
 def excess(attack: Attack, x_adv: Tensor, x: Tensor, mask: Tensor | None = None) -> float:
     """Return by how much ``x_adv`` exceeds the radius around ``x`` or the pixel range, relative to that range.
 
-    Without a range relative to the largest pixel. Measured in pixel units, after the normalisation was undone, and for embeddings as their attack measures them;
-    infinite for an image that is not finite. ``mask`` says which tokens of a sequence are real.
+    Without a range relative to the largest pixel. Measured in pixel units, after the normalisation was undone, and for
+    embeddings as their attack measures them; infinite for an image that is not finite. ``mask`` says which tokens of a
+    sequence are real.
     """
     adversarial, clean = attack.to_pixels(x_adv), attack.to_pixels(x)
     if not bool(torch.isfinite(adversarial).all()):

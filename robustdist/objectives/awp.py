@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from robustdist.core.guard import unchanged_buffers
 from robustdist.errors import UsageError
 from robustdist.objectives.base import Objective, ObjectiveContext
 from robustdist.objectives.pgd_at import PGDAT
@@ -60,8 +61,8 @@ class AWP(Wrapper):
     after the step, which differs by the weight decay of the perturbation.) Every process moves its own weights by its
     own data; they are equal again before the step.
 
-    The base objective is computed twice per batch; the second pass leaves no logs. Buffers of the first pass, such as
-    the statistics of batch norm, count twice.
+    The base objective is computed twice per batch; the second pass leaves no logs, the first no trace in buffers such
+    as the statistics of batch norm. There is no warm-up, which the released code has for TRADES.
 
     Args:
         base: The objective; default :class:`PGDAT`.
@@ -82,6 +83,15 @@ class AWP(Wrapper):
         self.needs_second_pass = gamma > 0 or self.base.needs_second_pass
         self._originals: list[tuple[nn.Parameter, Tensor]] = []
 
+    def check_module(self, module: nn.Module) -> None:
+        """Refuse a module without weights to move, and what the base objective refuses."""
+        super().check_module(module)
+        if self.gamma > 0 and not _movable(module):
+            raise UsageError(
+                "AWP moves trainable tensors of more than one dimension named weight, and the module has none: "
+                "unfreeze some, or use the base objective alone"
+            )
+
     def compute(self, context: ObjectiveContext) -> Tensor | None:
         """Return the base objective at the moved weights."""
         self.after_backward()
@@ -90,17 +100,14 @@ class AWP(Wrapper):
         # the same adversarial inputs for both passes: the attack is most of the cost
         tape = _Tape()
         context = tape.on(context)
-        loss = self.base.compute(context)
+        with unchanged_buffers(context.module):  # the statistics of batch norm count the pass that is trained on
+            loss = self.base.compute(context)
         if loss is None:
             return None
-        moved = [
-            (name, p)
-            for name, p in context.module.named_parameters()
-            if p.requires_grad and p.dim() > 1 and "weight" in name
-        ]
-        grads: tuple[Tensor | None, ...] = torch.autograd.grad(loss, [p for _, p in moved], allow_unused=True)
+        moved = _movable(context.module)
+        grads: tuple[Tensor | None, ...] = torch.autograd.grad(loss, moved, allow_unused=True)
         with torch.no_grad():
-            for (_, parameter), grad in zip(moved, grads, strict=True):
+            for parameter, grad in zip(moved, grads, strict=True):
                 if grad is None:
                     continue
                 self._originals.append((parameter, parameter.detach().clone()))
@@ -128,3 +135,7 @@ class AWP(Wrapper):
             torch.clear_autocast_cache()
         self._originals = []
         super().after_backward()
+
+
+def _movable(module: nn.Module) -> list[nn.Parameter]:
+    return [p for name, p in module.named_parameters() if p.requires_grad and p.dim() > 1 and "weight" in name]

@@ -16,8 +16,9 @@ class FGSMRS(PGDAT):
               \delta = \Pi\big(\delta_0 + c \, \epsilon \, \mathrm{sign} \nabla \ell(x + \delta_0)\big)
 
     Cheap, and prone to catastrophic overfitting at large radii: within an epoch the accuracy under several steps falls
-    to nothing while that under one step rises. Watch a multi-step accuracy
-    (:class:`~robustdist.callbacks.RobustEvaluation`).
+    to nothing while that under one step rises; :class:`~robustdist.callbacks.CatastrophicOverfittingGuard` watches it.
+    The gradient is taken in the attack's ``model_mode``, eval by default, where the released code trains: set "train"
+    for that.
 
     Args:
         step_factor: Length :math:`c` of the step over the radius.

@@ -32,14 +32,19 @@ class FreeAT(Objective):
               g = \nabla_x \ell(\theta; x + \delta, y)
 
     with both gradients at the weights before the step. :math:`\delta` starts at zero and is carried over to the next
-    batch, cut to its size or filled up with zeros. The input gradient is taken at the point inside the image box. With
-    the l2 norm the sign gives way to the normalised gradient and the clip to the projection onto the ball.
+    batch, cut to its size or filled up with zeros. With the l2 norm the sign gives way to the normalised gradient and
+    the clip to the projection onto the ball.
 
     Every replay is one ordinary step of the Trainer: it makes a batch of the loader last for ``replays`` steps and
     drops the ``replays - 1`` that follow, so that schedulers, averages, progress and logs count updates and a run costs
-    what ordinary training costs. One pass over the data therefore takes ``replays`` epochs of the Trainer (the paper
-    divides the number of epochs by it). Groups begin anew with every epoch. Hooks get the loader's batch, the step gets
-    the one that is replayed. Without a Trainer the caller repeats the batch.
+    what ordinary training costs. ``replays`` epochs of the Trainer take as many batches as one pass over the data (the
+    paper divides the number of epochs by it); with a fixed order they are all of them, since the groups begin one
+    batch later in every epoch, with a reshuffled one a random choice, 68 % of them for four replays. Hooks get the
+    loader's batch, the step gets the one that is replayed. Without a Trainer the caller repeats the batch. A training
+    that is resumed within a group goes on with the loader's present batch.
+
+    Pixels that the perturbation presses against the image box keep their gradient: it is taken at the point inside the
+    box, where the released code differentiates through the clamp.
 
     The attack gives norm, radius, units and bounds; its steps, start and loss play no part. Needs automatic
     optimisation.

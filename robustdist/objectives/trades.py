@@ -19,8 +19,8 @@ class TRADES(Objective):
 
     The inner problem maximises the divergence itself, without labels, from ``x`` plus normal noise of standard
     deviation 0.001; the user's attack gives norm, radius and steps. The clean prediction is computed once for all
-    attack steps, and is not detached in the outer loss. With a Trainer the first term is the module's own loss: the
-    paper's if that is cross-entropy.
+    attack steps, and is not detached in the outer loss. With a Trainer the first term is the module's own loss, the
+    paper's if that is cross-entropy; so clean and adversarial inputs make two outer passes, not one of both together.
 
     Args:
         beta: Weight of the divergence, at least 0.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from robustdist.attacks.base import Attack
 from robustdist.objectives.base import Objective
@@ -34,6 +34,11 @@ class Wrapper(Objective):
         self.base = base
         for trait in _TRAITS:
             setattr(self, trait, getattr(base, trait))
+
+    def check_module(self, module: nn.Module) -> None:
+        """Refuse what the base objective refuses."""
+        super().check_module(module)
+        self.base.check_module(module)
 
     def adapt(self, attack: Attack) -> Attack:
         """Return the inner maximiser of the base objective."""

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from robustdist.attacks import PGD
 from robustdist.core.rng import Noise
+from robustdist.errors import UsageError
 from robustdist.objectives import AWP, FGSMRS, MART, NFGSM, TRADES, FastBAT, GradAlign, Objective
 from robustdist.objectives.losses import kl_divergence, mart_loss
 
@@ -450,3 +451,22 @@ def test_awp_moves_nothing_by_a_gradient_that_overflowed():
     x, y = torch.rand(5, 1, 2, 3), torch.tensor([0, 3, 1, 1, 2])
     AWP(gamma=0.05)(net, x, y, attack=attack(), loss_fn=lambda logits, y: F.cross_entropy(logits, y) * float("inf"))
     assert all(bool(torch.isfinite(value).all()) for value in net.state_dict().values())
+
+
+def test_awp_counts_the_statistics_of_the_pass_that_is_trained_on(batch):
+    x, y = batch
+    net = torch.nn.Sequential(torch.nn.BatchNorm2d(x.shape[1]), torch.nn.Flatten(), torch.nn.LazyLinear(5)).to(x.dtype)
+    net(x)
+    net[0].reset_running_stats()
+    objective = AWP(gamma=0.1)
+    objective(net, x, y, attack=PGD(eps=0.1, steps=1)).backward()
+    objective.after_backward()
+    assert int(net[0].num_batches_tracked) == 1
+
+
+def test_awp_names_a_module_without_weights_to_move(batch):
+    x, y = batch
+    net = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(x[0].numel(), 5)).to(x.dtype)
+    net[1].weight.requires_grad_(False)
+    with pytest.raises(UsageError, match="the module has none: unfreeze some"):
+        AWP()(net, x, y, attack=PGD(eps=0.1, steps=1))
