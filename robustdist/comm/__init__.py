@@ -1,0 +1,35 @@
+"""Compressed communication: codecs for gradients, usable on any tensor with or without ``torch.distributed``."""
+
+from robustdist.comm.base import Compressor, Payload
+from robustdist.comm.cast import BF16, FP16, Identity
+from robustdist.comm.dgc import DGC
+from robustdist.comm.ef21 import EF21
+from robustdist.comm.error_feedback import ErrorFeedback, Memory
+from robustdist.comm.float_codes import FP8, Natural
+from robustdist.comm.low_rank import PowerSGD
+from robustdist.comm.quantize import QSGD, Int8, TernGrad
+from robustdist.comm.registry import make_compressor
+from robustdist.comm.sign import Sign
+from robustdist.comm.sparsify import RandomK, TopK
+
+__all__ = [
+    "BF16",
+    "DGC",
+    "EF21",
+    "FP8",
+    "FP16",
+    "QSGD",
+    "Compressor",
+    "ErrorFeedback",
+    "Identity",
+    "Int8",
+    "Memory",
+    "Natural",
+    "Payload",
+    "PowerSGD",
+    "RandomK",
+    "Sign",
+    "TernGrad",
+    "TopK",
+    "make_compressor",
+]

@@ -1,0 +1,204 @@
+"""What a sender remembers between two steps: the error of its codec, kept by name of the parameter."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+from torch import Tensor
+
+from robustdist.errors import UsageError
+
+if TYPE_CHECKING:
+    from robustdist.comm.base import Compressor
+
+__all__ = ["ErrorFeedback", "Memory", "is_finite"]
+
+
+class Memory(ABC):
+    """Vectors kept per parameter name, with a way back.
+
+    One step of a parameter is :meth:`prepare`, the codec, :meth:`update`, the collective, :meth:`finish`. Changes stay
+    provisional until :meth:`commit`; :meth:`rollback` undoes all since then, as a step that a gradient scaler skips
+    needs. Values are in units of the gradient without loss scale, so a change of scale leaves them valid; ``scale``
+    is the factor that the gradients of this step carry. A non-finite value never enters.
+
+    Args:
+        dtype: Type in which the vectors are stored.
+    """
+
+    slots: ClassVar[tuple[str, ...]]
+
+    def __init__(self, *, dtype: torch.dtype = torch.float32) -> None:
+        self.dtype = dtype
+        self._kept: dict[str, dict[str, Tensor]] = {}
+        self._changed: dict[str, dict[str, Tensor]] = {}
+        self._spare: dict[str, dict[str, Tensor]] = {}
+
+    @abstractmethod
+    def prepare(self, name: str, grad: Tensor, *, scale: float = 1.0) -> Tensor:
+        """Turn ``grad`` (flat, float32) in place into what the codec gets, and return it."""
+
+    @abstractmethod
+    def update(self, name: str, value: Tensor, codec: Compressor, data: Tensor, *, scale: float = 1.0) -> None:
+        """Remember what the payload leaves out.
+
+        Args:
+            name: Name of the parameter.
+            value: What :meth:`prepare` returned; used as work space.
+            codec: The codec that encoded it.
+            data: The bytes it wrote.
+            scale: As in :meth:`prepare`.
+        """
+
+    def finish(self, name: str, mean: Tensor, *, scale: float = 1.0) -> Tensor:
+        """Take the mean of all ranks, return the gradient for the optimiser.
+
+        A non-finite mean, which all ranks see alike, undoes the step of this parameter on all of them.
+        """
+        if not is_finite(mean):
+            self._discard(name)
+        return mean
+
+    # --- transactions
+
+    def commit(self) -> None:
+        """Make the changes since the last call final."""
+        for name, vectors in self._changed.items():
+            if name in self._kept:
+                self._spare[name] = self._kept[name]
+            self._kept[name] = vectors
+        self._changed = {}
+
+    def rollback(self) -> None:
+        """Undo the changes since the last :meth:`commit`."""
+        for name in list(self._changed):
+            self._discard(name)
+
+    def drop(self, name: str) -> None:
+        """Forget a parameter, for example one that was pruned away."""
+        for vectors in (self._kept, self._changed, self._spare):
+            vectors.pop(name, None)
+
+    # --- state
+
+    def state_dict(self) -> dict[str, dict[str, Tensor]]:
+        """Return a copy of the committed vectors: ``{slot: {name: flat tensor}}``."""
+        return {
+            slot: {name: vectors[slot].clone() for name, vectors in self._kept.items() if slot in vectors}
+            for slot in self.slots
+        }
+
+    def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Take over copies of what :meth:`state_dict` returned; everything else is forgotten.
+
+        Raises:
+            UsageError: If the state is that of another kind of memory.
+        """
+        if set(state) != set(self.slots):
+            raise UsageError(
+                f"the state holds {sorted(state)} where {type(self).__name__} keeps {sorted(self.slots)}: "
+                "resume with the compressor that saved it, or reset the memory"
+            )
+        self._kept, self._changed, self._spare = {}, {}, {}
+        for slot, vectors in state.items():
+            for name, vector in vectors.items():
+                self._kept.setdefault(name, {})[slot] = vector.detach().to(self.dtype, copy=True).flatten()
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self._kept, self._changed, self._spare = {}, {}, {}
+
+    def get(self, name: str, slot: str | None = None) -> Tensor | None:
+        """Return the latest vector of ``name``, provisional or not, or None before its first step."""
+        vectors = self._changed.get(name) or self._kept.get(name, {})
+        return vectors.get(slot or self.slots[0])
+
+    def norm(self) -> float:
+        """Euclidean norm of the first slot over all parameters."""
+        names = {**self._kept, **self._changed}
+        vectors = [vector for name in names if (vector := self.get(name)) is not None]
+        return math.sqrt(sum(float(torch.linalg.vector_norm(vector.float())) ** 2 for vector in vectors))
+
+    # --- for subclasses
+
+    def _put(self, name: str, slot: str, value: Tensor) -> None:
+        """Write a provisional vector; the other ones of the name keep their values."""
+        if name not in self._changed:
+            others = {other: vector for other, vector in self._kept.get(name, {}).items() if other != slot}
+            self._changed[name] = {other: self._buffer(name, other, vector) for other, vector in others.items()}
+        vectors = self._changed[name]
+        if slot in vectors:
+            vectors[slot].copy_(value)
+        else:
+            vectors[slot] = self._buffer(name, slot, value)
+
+    def _buffer(self, name: str, slot: str, value: Tensor) -> Tensor:
+        """Return a copy of ``value``, in a vector that is no longer used where there is one."""
+        buffer = self._spare.get(name, {}).pop(slot, None)
+        if buffer is None or buffer.shape != value.shape or buffer.device != value.device:
+            buffer = torch.empty_like(value, dtype=self.dtype)
+        return buffer.copy_(value)
+
+    def _discard(self, name: str) -> None:
+        if name in self._changed:
+            self._spare[name] = self._changed.pop(name)
+
+    def _matching(self, name: str, slot: str, like: Tensor) -> Tensor | None:
+        """Return the latest vector, checked for its length."""
+        vector = self.get(name, slot)
+        if vector is not None and vector.shape != like.shape:
+            raise UsageError(
+                f"the {slot} of {name!r} has {len(vector)} elements and its gradient {len(like)}: "
+                "drop the name after changing the size of a parameter"
+            )
+        return vector if vector is None else vector.to(like.device)
+
+
+class ErrorFeedback(Memory):
+    r"""Adds to each gradient what earlier payloads left out.
+
+    .. math:: v_t = g_t + e_t, \qquad \text{send } C(v_t), \qquad e_{t+1} = v_t - C(v_t)
+
+    so that :math:`\sum_t C(v_t) = \sum_t g_t - e_{T+1}`: nothing is lost, only delayed. Needs a contractive codec, see
+    :meth:`~robustdist.comm.Compressor.contractive`. The residual is in gradient units and not multiplied by a learning
+    rate.
+
+    References:
+        Karimireddy et al., "Error Feedback Fixes SignSGD and other Gradient Compression Schemes".
+        Seide et al., "1-Bit Stochastic Gradient Descent and its Application to Data-Parallel Distributed Training of
+        Speech DNNs".
+
+    Example:
+        >>> from robustdist.comm import Sign
+        >>> memory, codec = ErrorFeedback(), Sign()
+        >>> v = memory.prepare("weight", torch.tensor([3.0, -1.0]))
+        >>> payload = codec.compress(v)
+        >>> memory.update("weight", v, codec, payload.data)
+        >>> memory.get("weight")  # [3, -1] - [2, -2]
+        tensor([1., 1.])
+    """
+
+    slots = ("residual",)
+
+    def prepare(self, name: str, grad: Tensor, *, scale: float = 1.0) -> Tensor:
+        """Add the residual."""
+        residual = self._matching(name, "residual", grad)
+        return grad if residual is None else grad.add_(residual, alpha=scale)
+
+    def update(self, name: str, value: Tensor, codec: Compressor, data: Tensor, *, scale: float = 1.0) -> None:
+        """Keep what the payload leaves out of ``value``."""
+        codec.decode(data, value, alpha=-1.0)
+        if scale != 1.0:
+            value.div_(scale)
+        if is_finite(value):
+            self._put(name, "residual", value)
+
+
+def is_finite(x: Tensor) -> bool:
+    """Whether all entries are finite, without a temporary of the size of ``x`` in the usual case."""
+    # a finite sum cannot have a non-finite term; an infinite one may be an overflow
+    return math.isfinite(x.sum().item()) or bool(torch.isfinite(x).all())
