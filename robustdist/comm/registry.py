@@ -43,9 +43,9 @@ def make_compressor(name: str, **settings: Any) -> Compressor:
     """
     kind = COMPRESSORS.get(name.lower())
     if kind is None:
-        close = difflib.get_close_matches(name.lower(), COMPRESSORS, 1)
-        names = close or [codec.__name__ for codec in COMPRESSORS.values()]
-        raise UsageError(f"compressor={name!r} is not known: choose {' or '.join(map(str, names))}")
+        names = difflib.get_close_matches(name.lower(), COMPRESSORS, 1) or list(COMPRESSORS)
+        choices = " or ".join(COMPRESSORS[other].__name__ for other in names)
+        raise UsageError(f"compressor={name!r} is not known: choose {choices}")
     try:
         return kind(**settings)
     except TypeError as error:

@@ -36,6 +36,10 @@ PUBLIC = {
         "TorchAttack",
     ],
     "robustdist.callbacks": ["AdversarialTraining", "CatastrophicOverfittingGuard", "RobustEvaluation"],
+    "robustdist.comm": [
+        "BF16", "DGC", "EF21", "FP8", "FP16", "QSGD", "Compressor", "ErrorFeedback", "Identity", "Int8", "Memory",
+        "Natural", "Payload", "PowerSGD", "RandomK", "Sign", "TernGrad", "TopK", "make_compressor",
+    ],
     "robustdist.data": [
         "DigitsDataModule", "FashionMNISTDataModule", "ImageDataModule", "MNIST5kDataModule", "Parts",
         "PhotoPatchesDataModule", "UnlabeledMix", "VADERDataModule", "stratified_split",

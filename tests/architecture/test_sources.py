@@ -31,6 +31,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "_lightning": {"errors"},
     "core": _GROUND,
     "attacks": {*_GROUND, "core"},
+    "comm": {*_GROUND, "core"},
     "optim": {*_GROUND, "core"},
     "report": {*_GROUND, "core"},
     "objectives": _BELOW_OBJECTIVES,
@@ -53,6 +54,7 @@ MAY_USE: dict[str, set[str]] = {
     "_lightning": LIGHTNING,
     "core": {*_TORCH, "torchmetrics"},
     "attacks": _TORCH,
+    "comm": _TORCH,
     "optim": _TORCH,
     "report": {*_TORCH, "rich"},
     "objectives": _TORCH,
@@ -163,7 +165,7 @@ def test_the_table_is_used_and_has_no_circle():
 
 
 def test_sibling_algorithms_do_not_know_each_other():
-    siblings = {"attacks", "optim", "report", "data"}
+    siblings = {"attacks", "comm", "optim", "report", "data"}
     assert {part: MAY_IMPORT[part] & siblings for part in siblings} == {part: set() for part in siblings}
 
 
