@@ -84,11 +84,15 @@ class Compressor(ABC):
         unbiased: Whether the expectation of the decoded tensor is the input.
         linear: Whether payloads of several ranks may be added value by value, see :meth:`summable`.
         has_memory: Whether :meth:`make_memory` is part of the method, with or without error feedback.
+        head: Bytes at the start of a payload that ranks have alike; :meth:`summable` leaves them out.
+        block: Entries that share something in the payload; parameters are laid out at multiples of it.
     """
 
     unbiased: bool = False
     linear: bool = False
     has_memory: bool = False
+    block: int = 1
+    head: int = 0
 
     def __init__(self, *, seed: int = 0) -> None:
         self.seed = seed
@@ -226,7 +230,9 @@ class RememberingCompressor(Compressor):
         _check_input(x)
         value = self.memory.prepare(name, x.to(torch.float32, copy=True).contiguous().view(-1))
         payload = super().compress(value.view(x.shape), rank=rank, step=step, name=name)
-        self.memory.update(name, value, self, payload.data)
+        sent = torch.empty_like(value)
+        self.decode(payload.data, sent.view(x.shape))
+        self.memory.update(name, value, sent)
         self.memory.commit()
         return replace(payload, dtype=x.dtype)
 

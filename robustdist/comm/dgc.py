@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -12,9 +12,6 @@ from robustdist.comm.error_feedback import Memory, is_finite
 from robustdist.comm.sparsify import TopK
 from robustdist.errors import UsageError
 from robustdist.types import Number, parse_number
-
-if TYPE_CHECKING:
-    from robustdist.comm.base import Compressor
 
 __all__ = ["DGC", "DGCMemory"]
 
@@ -61,15 +58,14 @@ class DGCMemory(Memory):
             vectors["velocity"].add_(vectors["momentum"].mul_(self.momentum).add_(grad))
         return torch.mul(vectors["velocity"], scale, out=grad)
 
-    def update(self, name: str, value: Tensor, codec: Compressor, data: Tensor, *, scale: float = 1.0) -> None:
+    def update(self, name: str, value: Tensor, sent: Tensor, *, scale: float = 1.0) -> None:
         """Clear what was sent."""
         if name in self._bad:
             return
-        codec.decode(data, value)
-        if not is_finite(value):
-            self._discard(name)
+        if not is_finite(sent):
+            self.undo(name)
             return
-        unsent = value == 0
+        unsent = sent == 0
         for slot in self.slots:
             self._changed[name][slot].mul_(unsent)
 

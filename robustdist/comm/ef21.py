@@ -32,15 +32,14 @@ class EF21Memory(Memory):
         estimate = self._matching(name, "estimate", grad)
         return grad if estimate is None else grad.sub_(estimate, alpha=scale)
 
-    def update(self, name: str, value: Tensor, codec: Compressor, data: Tensor, *, scale: float = 1.0) -> None:
+    def update(self, name: str, value: Tensor, sent: Tensor, *, scale: float = 1.0) -> None:
         """Move the estimate by what was sent."""
-        codec.decode(data, value)
-        self._move(name, "estimate", value, scale)
+        self._move(name, "estimate", sent, scale)
 
     def finish(self, name: str, mean: Tensor, *, scale: float = 1.0) -> Tensor:
         """Move the aggregate by the mean difference and return it in ``mean``."""
         if not is_finite(mean):
-            self._discard(name)
+            self.undo(name)
             return mean
         self._move(name, "aggregate", mean, scale)
         return torch.mul(self._changed[name]["aggregate"], scale, out=mean)

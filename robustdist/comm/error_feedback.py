@@ -5,15 +5,12 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from robustdist.errors import UsageError
-
-if TYPE_CHECKING:
-    from robustdist.comm.base import Compressor
 
 __all__ = ["ErrorFeedback", "Memory", "is_finite"]
 
@@ -43,14 +40,13 @@ class Memory(ABC):
         """Turn ``grad`` (flat, float32) in place into what the codec gets, and return it."""
 
     @abstractmethod
-    def update(self, name: str, value: Tensor, codec: Compressor, data: Tensor, *, scale: float = 1.0) -> None:
+    def update(self, name: str, value: Tensor, sent: Tensor, *, scale: float = 1.0) -> None:
         """Remember what the payload leaves out.
 
         Args:
             name: Name of the parameter.
             value: What :meth:`prepare` returned; used as work space.
-            codec: The codec that encoded it.
-            data: The bytes it wrote.
+            sent: What receivers decode of it; used as work space.
             scale: As in :meth:`prepare`.
         """
 
@@ -60,7 +56,7 @@ class Memory(ABC):
         A non-finite mean, which all ranks see alike, undoes the step of this parameter on all of them.
         """
         if not is_finite(mean):
-            self._discard(name)
+            self.undo(name)
         return mean
 
     # --- transactions
@@ -76,7 +72,12 @@ class Memory(ABC):
     def rollback(self) -> None:
         """Undo the changes since the last :meth:`commit`."""
         for name in list(self._changed):
-            self._discard(name)
+            self.undo(name)
+
+    def undo(self, name: str) -> None:
+        """Undo the changes of one parameter since the last :meth:`commit`."""
+        if name in self._changed:
+            self._spare[name] = self._changed.pop(name)
 
     def drop(self, name: str) -> None:
         """Forget a parameter, for example one that was pruned away."""
@@ -143,10 +144,6 @@ class Memory(ABC):
             buffer = torch.empty_like(value, dtype=self.dtype)
         return buffer.copy_(value)
 
-    def _discard(self, name: str) -> None:
-        if name in self._changed:
-            self._spare[name] = self._changed.pop(name)
-
     def _matching(self, name: str, slot: str, like: Tensor) -> Tensor | None:
         """Return the latest vector, checked for its length."""
         vector = self.get(name, slot)
@@ -176,8 +173,8 @@ class ErrorFeedback(Memory):
         >>> from robustdist.comm import Sign
         >>> memory, codec = ErrorFeedback(), Sign()
         >>> v = memory.prepare("weight", torch.tensor([3.0, -1.0]))
-        >>> payload = codec.compress(v)
-        >>> memory.update("weight", v, codec, payload.data)
+        >>> sent = codec.decompress(codec.compress(v))
+        >>> memory.update("weight", v, sent)
         >>> memory.get("weight")  # [3, -1] - [2, -2]
         tensor([1., 1.])
     """
@@ -189,13 +186,21 @@ class ErrorFeedback(Memory):
         residual = self._matching(name, "residual", grad)
         return grad if residual is None else grad.add_(residual, alpha=scale)
 
-    def update(self, name: str, value: Tensor, codec: Compressor, data: Tensor, *, scale: float = 1.0) -> None:
+    def update(self, name: str, value: Tensor, sent: Tensor, *, scale: float = 1.0) -> None:
         """Keep what the payload leaves out of ``value``."""
-        codec.decode(data, value, alpha=-1.0)
+        value.sub_(sent)
         if scale != 1.0:
             value.div_(scale)
         if is_finite(value):
             self._put(name, "residual", value)
+
+    def add(self, name: str, numel: int, offset: int, error: Tensor) -> None:
+        """Add ``error`` to the residual from ``offset`` on, for good: it was kept elsewhere until now."""
+        if name not in self._kept:
+            self._kept[name] = {"residual": torch.zeros(numel, dtype=self.dtype, device=error.device)}
+        for vectors in (self._kept, self._changed):
+            if name in vectors:
+                vectors[name]["residual"][offset : offset + len(error)].add_(error)
 
 
 def is_finite(x: Tensor) -> bool:

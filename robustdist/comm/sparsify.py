@@ -166,12 +166,13 @@ class RandomK(TileCodec):
     def draws(self, x: Tensor, out: Tensor, rank: int, step: int, name: str) -> torch.Generator:
         """Write the key, which is the same on all ranks."""
         generator = self.generator(torch.device("cpu"), "choose", step, name)
-        out[: self.head].view(torch.int64).fill_(generator.initial_seed())
+        # through a copy: a payload may begin where an integer of 8 bytes may not
+        out[: self.head].copy_(torch.tensor([generator.initial_seed()]).view(torch.uint8))
         return generator
 
     def draws_again(self, data: Tensor) -> torch.Generator:
         """Read the key."""
-        return torch.Generator().manual_seed(int(data[: self.head].view(torch.int64)))
+        return torch.Generator().manual_seed(int(data[: self.head].clone().view(torch.int64)))
 
     def encode_tile(self, x: Tensor, out: Tensor, generator: torch.Generator | None) -> None:
         """Gather one entry per run."""

@@ -21,11 +21,9 @@ class TileCodec(Compressor):
 
     Attributes:
         tile: Elements per tile.
-        head: Bytes before the first tile.
     """
 
     tile: int = TILE
-    head: int = 0
 
     @abstractmethod
     def tile_bytes(self, numel: int) -> int:

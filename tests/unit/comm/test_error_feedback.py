@@ -40,7 +40,7 @@ def step(memory: Memory, codec: Compressor, grad: Tensor, name: str = "w", scale
     codec.encode(value, data, name=name)
     sent = torch.empty_like(value)
     codec.decode(data, sent)
-    memory.update(name, value, codec, data, scale=scale)
+    memory.update(name, value, sent.clone(), scale=scale)
     return memory.finish(name, sent, scale=scale)
 
 
@@ -173,18 +173,19 @@ def test_a_non_finite_mean_undoes_the_step_of_the_good_ranks_too(make):
     memory.commit()
     before = kept(memory)
     value = memory.prepare("w", gaussian(800, seed=1))
-    memory.update(
-        "w", value, codec, codec.base.compress(value).data if isinstance(codec, EF21) else encoded(codec, value)
-    )
+    memory.update("w", value, through(codec, value))
     memory.finish("w", torch.full((800,), math.nan))
     memory.commit()
     assert same(kept(memory), before)
 
 
-def encoded(codec: Compressor, value: Tensor) -> Tensor:
+def through(codec: Compressor, value: Tensor, **key: int) -> Tensor:
+    """Encode and decode, without the memory that a codec may have."""
     data = torch.empty(codec.payload_bytes(value.numel()), dtype=torch.uint8)
-    codec.encode(value, data)
-    return data
+    codec.encode(value, data, **key)
+    sent = torch.empty_like(value)
+    codec.decode(data, sent)
+    return sent
 
 
 def test_an_overflow_of_the_codec_is_not_kept():
@@ -252,9 +253,9 @@ def test_ef21_keeps_the_mean_of_the_estimates():
         mean = torch.zeros(400)
         for rank, memory in enumerate(ranks):
             value = memory.prepare("w", gaussian(400, seed=10 * number + rank))
-            data = encoded(codec, value)
-            codec.decode(data, mean, alpha=1 / 3)
-            memory.update("w", value, codec, data)
+            sent = through(codec, value)
+            mean.add_(sent, alpha=1 / 3)
+            memory.update("w", value, sent)
         results = [memory.finish("w", mean.clone()) for memory in ranks]
         for memory in ranks:
             memory.commit()
@@ -285,10 +286,9 @@ def descend(codec: Compressor, make_memory: Callable[[], Memory], steps: int = 4
         mean = torch.zeros(200)
         for rank, (minimum, own) in enumerate(zip(minima, memories, strict=True)):
             value = own.prepare("x", curvature * (x - minimum))
-            data = torch.empty(codec.payload_bytes(200), dtype=torch.uint8)
-            codec.encode(value, data, rank=rank, step=number)
-            codec.decode(data, mean, alpha=0.5)
-            own.update("x", value, codec, data)
+            sent = through(codec, value, rank=rank, step=number)
+            mean.add_(sent, alpha=0.5)
+            own.update("x", value, sent)
         results = [own.finish("x", mean.clone()) for own in memories]
         x = x - 0.2 * 0.5 ** (6 * number // steps) * results[0]
     return float((x - best).norm() / best.norm())
@@ -302,7 +302,7 @@ class Nothing(Memory):
     def prepare(self, name: str, grad: Tensor, *, scale: float = 1.0) -> Tensor:
         return grad
 
-    def update(self, name: str, value: Tensor, codec: Compressor, data: Tensor, *, scale: float = 1.0) -> None:
+    def update(self, name: str, value: Tensor, sent: Tensor, *, scale: float = 1.0) -> None:
         pass
 
 

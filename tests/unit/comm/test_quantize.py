@@ -181,6 +181,26 @@ def test_terngrad_with_nearest_levels():
     assert through(TernGrad(stochastic=False), torch.tensor([2.0, 1.1, 0.9, -1.2, 0.0])).tolist() == [2, 2, 0, -2, 0]
 
 
+@pytest.mark.parametrize("codec", [QSGD(4, stochastic=False), QSGD(3, stochastic=False), FP8()], ids=repr)
+def test_a_bad_block_has_the_codes_of_zeros(codec):
+    # and so no undefined conversion of a NaN, whose bits could fall into a neighbour's
+    x = gaussian(2048)
+    zeros, spoilt = x.clone(), x.clone()
+    zeros[512:1024] = 0
+    spoilt[512:1024:2] = math.nan
+    spoilt[513:1024:4] = -math.inf
+    assert torch.equal(codec.compress(zeros).data[16:], codec.compress(spoilt).data[16:])
+    scales = codec.compress(spoilt).data[:16].view(torch.float32)
+    assert torch.isnan(scales).tolist() == [False, True, False, False]
+
+
+def test_blocks_too_small_for_an_inverse_are_zero():
+    x = torch.full((512,), 1e-40)
+    for codec in (Int8(), QSGD(4), TernGrad(), FP8()):
+        assert torch.equal(through(codec, x), torch.zeros(512))
+    assert torch.allclose(through(Int8(), 1e4 * x), 1e4 * x, rtol=1e-2)
+
+
 # --- constants that are reached
 
 
