@@ -99,6 +99,7 @@ class Exchange(ABC):
 
     def encode(self, codec: Compressor, x: Tensor, out: Tensor, part: str, sent: Tensor | None = None) -> None:
         """Encode a part of the exchange, with draws of its own, and decode it into ``sent``."""
+        out.zero_()  # what the others get if this fails
         with self.keeping_errors():
             codec.encode(x, out, rank=self.rank, step=self.key.step, name=f"{self.key.name}/{part}")
             if sent is not None:
@@ -187,7 +188,7 @@ class Chunked(Exchange):
         self._work = dist.all_to_all_single(
             self._received, payloads, [strides[self.rank]] * self.world_size, strides, self.group, async_op=True
         )
-        self.bytes_sent += sum(sizes) - sizes[self.rank]
+        self.bytes_sent += sum(strides) - strides[self.rank]
 
     def _average(self) -> None:
         self.wait()

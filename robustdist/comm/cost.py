@@ -38,7 +38,7 @@ def sent_bytes(codec: Compressor, numel: int, world_size: int, collective: Colle
         return float((world_size - 1) * codec.payload_bytes(numel))
     if collective == "native":
         return 2 * (world_size - 1) / world_size * (codec.payload_bytes(numel) - codec.head)
-    sizes = [codec.payload_bytes(end - begin) for begin, end in chunks(numel, world_size, codec.block)]
+    sizes = [aligned(codec.payload_bytes(end - begin)) for begin, end in chunks(numel, world_size, codec.block)]
     longest = chunks(numel, world_size, codec.block)[0][1]
     back = aligned((codec if sides == 2 else Identity()).payload_bytes(longest))
     return (world_size - 1) / world_size * sum(sizes) + (world_size - 1) * back

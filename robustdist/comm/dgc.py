@@ -69,6 +69,17 @@ class DGCMemory(Memory):
         for slot in self.slots:
             self._changed[name][slot].mul_(unsent)
 
+    def dense(self, name: str, mean: Tensor, *, scale: float = 1.0) -> Tensor:
+        """Apply the momentum to a mean that is sent whole: nothing is left over, so nothing is cleared."""
+        if not is_finite(mean):
+            return mean
+        kept = self._matching(name, "momentum", mean)
+        self._put(name, "momentum", torch.zeros_like(mean) if kept is None else kept)
+        momentum, grad = self._changed[name]["momentum"], mean / scale
+        if self.nesterov:
+            return mean.add_(momentum.add_(grad).mul_(self.momentum), alpha=scale)
+        return torch.mul(momentum.mul_(self.momentum).add_(grad), scale, out=mean)
+
 
 class DGC(TopK, RememberingCompressor):
     r"""Top-k of an accumulated, momentum-corrected gradient; see :class:`DGCMemory`.

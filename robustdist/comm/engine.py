@@ -47,6 +47,7 @@ class Stats:
     """Counters since the start."""
 
     calls: int = 0
+    steps: int = 0
     bytes_sent: int = 0
     bytes_dense: float = 0.0
     seconds: float = 0.0
@@ -107,6 +108,7 @@ class CommEngine:
         self._agree()
         self._layouts: dict[Any, tuple[Layout, tuple[Tensor, ...]]] = {}
         self._failed: BaseException | None = None
+        self._step: int | None = None
         self._jobs: SimpleQueue[Job | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="robustdist-comm", daemon=True)
         self._thread.start()
@@ -121,6 +123,8 @@ class CommEngine:
             buffer: What the future gives back, with the means in the place of the gradients.
             step: Number of the synchronised step.
         """
+        if not self._thread.is_alive():
+            raise RuntimeError("the engine was closed: make a new one")
         future: torch.futures.Future[Tensor] = torch.futures.Future()
         self._jobs.put(Job(dict(grads), buffer, future, step))
         return future
@@ -141,10 +145,11 @@ class CommEngine:
         self._thread.join()
 
     def comm_stats(self) -> dict[str, float]:
-        """Return counters: buckets, bytes sent by this rank, bytes of a float32 all-reduce, their ratio, seconds."""
+        """Return counters: buckets, steps, bytes sent by this rank, bytes of float32, their ratio, seconds."""
         stats = self.stats
         return {
             "calls": stats.calls,
+            "steps": stats.steps,
             "bytes_sent": stats.bytes_sent,
             "bytes_dense": stats.bytes_dense,
             "ratio": stats.bytes_dense / stats.bytes_sent if stats.bytes_sent else 1.0,
@@ -166,6 +171,8 @@ class CommEngine:
                 with torch.no_grad():
                     self._reduce(job)
                 self.stats.calls += 1
+                self.stats.steps += job.step != self._step
+                self._step = job.step
                 self.stats.seconds += perf_counter() - begin
                 job.future.set_result(job.buffer)
             except Exception as error:  # whatever it is, backward has to end with it
@@ -201,6 +208,8 @@ class CommEngine:
             for place in layout.places:
                 self.memory.update(place.name, place.of(flat), place.of(sent), scale=self.scale)
                 self._finish(place, mean)
+            for place in layout.sides:
+                self.memory.dense(place.name, place.of(side), scale=self.scale)
         layout.store(mean, side, job.grads)
 
     def _exchanges(self, layout: Layout, buffers: tuple[Tensor, ...], job: Job) -> list[Exchange]:

@@ -59,6 +59,10 @@ class Memory(ABC):
             self.undo(name)
         return mean
 
+    def dense(self, name: str, mean: Tensor, *, scale: float = 1.0) -> Tensor:
+        """Take the exact mean of a parameter that is not encoded; return, in its place, what the optimiser gets."""
+        return mean
+
     # --- transactions
 
     def commit(self) -> None:

@@ -172,6 +172,8 @@ def test_all_codecs_leave_all_ranks_with_the_same_bits(world_size):
         for step in range(4):
             results = [rank[place][step] for rank in ranks]
             assert all(torch.equal(result, results[0]) for result in results), codec
+            if isinstance(codec, DGC):
+                continue  # applies its momentum to them
             small = torch.cat([results[0][3500:3550], results[0][-2004:-2003]])  # bias and scalar are not encoded
             mean = exact(world_size, step)
             assert torch.allclose(small.double(), torch.cat([mean[3500:3550], mean[-2004:-2003]]), atol=1e-6)
@@ -370,7 +372,7 @@ def test_counters_are_those_of_the_formula():
         expected = 3 * sum(sent_bytes(Int8(), size, world_size, "chunked") for size in segments)
         expected += 3 * dense_bytes(52, world_size)  # bias, scalar and the flag
         assert sum(stats["bytes_sent"] for stats in ranks) / world_size == pytest.approx(expected, abs=3 * world_size)
-        assert {stats["calls"] for stats in ranks} == {3}
+        assert {stats["calls"] for stats in ranks} == {stats["steps"] for stats in ranks} == {3}
         assert ranks[0]["bytes_dense"] == pytest.approx(3 * dense_bytes(NUMEL, world_size))
         assert ranks[0]["ratio"] == pytest.approx(ranks[0]["bytes_dense"] / ranks[0]["bytes_sent"])
 
@@ -400,7 +402,10 @@ def test_many_small_buckets_with_sleepy_ranks_do_not_hang():
                 futures.append(engine.submit(*gradients(rank, step * 4 + bucket, shapes), step=step))
             total += sum(float(future.wait().double().sum()) for future in futures)
             engine.commit()
+        assert (engine.comm_stats()["calls"], engine.comm_stats()["steps"]) == (240, 60)
         engine.close()
+        with pytest.raises(RuntimeError, match="closed"):
+            engine.submit(*gradients(rank, 0), step=60)
         return total
 
     first, *others = run_ranks(run, 3)

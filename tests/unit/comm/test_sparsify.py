@@ -158,6 +158,23 @@ def test_dgc_is_momentum_before_the_selection(nesterov):
     assert torch.allclose(codec.memory.get(""), velocity, atol=1e-5)
 
 
+@pytest.mark.parametrize("nesterov", [False, True])
+@pytest.mark.parametrize("scale", [1.0, 64.0])
+def test_dgc_gives_parameters_that_are_sent_whole_ordinary_momentum(nesterov, scale):
+    memory, momentum = DGC(momentum=0.8, nesterov=nesterov).make_memory(), torch.zeros(20)
+    for step in range(5):
+        grad = gaussian(20, seed=step)
+        momentum = 0.8 * (momentum + grad) if nesterov else 0.8 * momentum + grad
+        expected = momentum + grad if nesterov else momentum
+        assert torch.allclose(memory.dense("bias", scale * grad, scale=scale) / scale, expected, atol=1e-6)
+        memory.commit()
+        memory.dense("bias", gaussian(20, seed=99))
+        memory.rollback()
+        assert not memory.dense("bias", torch.full((20,), math.nan)).isfinite().any()
+        memory.commit()
+    assert torch.allclose(memory.get("bias", "momentum"), momentum, atol=1e-6)
+
+
 def test_dgc_keeps_tensors_apart_by_name():
     codec = DGC(0.1)
     codec.compress(torch.ones(20), name="a")
