@@ -370,6 +370,24 @@ def test_a_rollback_without_averages_or_momentum(launch, images):
     assert same_state(*own["states"])
 
 
+def test_a_collapse_after_a_recovery_is_told_again(launch, images):
+    x, y = images(32)
+
+    class Switch(pl.Callback):
+        def on_train_epoch_start(self, trainer, pl_module):
+            pl_module.net.armed.fill_(float(trainer.current_epoch in (1, 2, 4)))
+
+    with pytest.warns(RobustDistWarning) as caught:
+        launch(
+            module(),
+            loader(x, y),
+            callbacks=[training(), CatastrophicOverfittingGuard(strong()), Switch()],
+            max_epochs=5,
+        )
+    ours = [str(warning.message) for warning in caught if issubclass(warning.category, RobustDistWarning)]
+    assert [message.split(" (step")[0][-7:] for message in ours] == ["epoch 2", "epoch 5"]
+
+
 class Manual(Classifier):
     def __init__(self):
         super().__init__(Trap(trained_net()), lr=0.01)
@@ -545,6 +563,22 @@ def test_a_resumed_training_acts_like_an_uninterrupted_one(launch, images, tmp_p
     assert ours["snapshot"]["step"] == 16
     # nothing of it is part of the module
     assert not any("guard" in name.lower() for name in saved["state_dict"])
+
+
+def test_nothing_is_lost_between_saving_and_loading(launch, images):
+    x, y = images(16)
+    saved = CatastrophicOverfittingGuard(strong(), num_samples=8, action="rollback")
+    launch(module(), loader(x, y), callbacks=[training(), saved])
+    state = saved.state_dict()
+    assert 0 < state["best_ratio"] <= 1
+    loaded = CatastrophicOverfittingGuard(strong(), num_samples=8, action="rollback")
+    loaded.load_state_dict(state)
+    again = loaded.state_dict()
+    assert again.keys() == state.keys()
+    tensors = "samples", "snapshot"
+    assert {key: again[key] for key in again if key not in tensors} == {k: state[k] for k in state if k not in tensors}
+    assert all(torch.equal(one, other) for one, other in zip(again["samples"], state["samples"], strict=True))
+    assert identical(again["snapshot"]["tensors"], state["snapshot"]["tensors"])
 
 
 def test_a_new_training_starts_anew(launch, images):
