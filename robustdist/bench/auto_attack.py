@@ -68,7 +68,7 @@ def bench_auto_attack(
     Every judge attacks the same images of the same network one after the other in this process: APGD on cross-entropy,
     APGD and FAB on nine targets, ``steps`` steps each, and Square with ``queries`` queries. torchattacks' preset of the
     same name is run as it comes; it takes 10 steps, which is why its accuracies are higher. Networks: "fixture", the
-    pretrained MNIST net of ccexam at eps 0.1; "undefended", a ResNet (width 8) on photo-patches at 8/255; "mnist", the
+    pretrained MNIST net of ccexam at eps 0.1; "undefended", a ResNet (width 8) on photo-patches at 14/255; "mnist", the
     small net on MNIST-5k trained by PGD-7 at 0.3; "photo", the ResNet trained by PGD-3 at 4/255; "digits", a net for a
     quick look. With one thread a ratio is one of processor times, otherwise of wall times.
 
