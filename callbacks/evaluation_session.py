@@ -20,7 +20,7 @@ from robustdist.core.space import Space
 from robustdist.diagnostics import examine, not_run, with_diagnosis
 from robustdist.diagnostics.collect import Collector
 from robustdist.evaluation.counter import BatchCounter
-from robustdist.evaluation.identity import attacks_hash, model_hash
+from robustdist.evaluation.identity import attacks_hash, code_text, model_hash
 from robustdist.evaluation.journal import Journal
 from robustdist.evaluation.saved import remeasure, save_examples
 from robustdist.evaluation.tally import RobustTally
@@ -95,7 +95,8 @@ class EvaluationSession:
             "data": repr(sorted({tuple(one) for one in prints})),
             "seed": repr([attack.seed for attack in options.attacks.values()]),
             "precision": str(trainer.precision),
-            "forward": getattr(options.forward, "__qualname__", repr(options.forward)),
+            "forward": code_text(options.forward) if callable(options.forward) else repr(options.forward),
+            "space": repr(sorted((name, repr(value)) for name, value in vars(options.space).items())),
         }
         return Journal(
             Path(options.report_dir) / "progress",

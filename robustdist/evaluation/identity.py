@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from types import CodeType
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from robustdist.attacks.base import Attack
 
-__all__ = ["attacks_hash", "image_digests", "model_hash"]
+__all__ = ["attacks_hash", "code_text", "image_digests", "model_hash"]
 
 
 def _bytes_of(tensor: Tensor) -> bytes:
@@ -42,10 +43,29 @@ def model_hash(module: nn.Module) -> str:
     return digest.hexdigest()
 
 
+def code_text(function: Any) -> str:
+    """Return what tells one function from another of the same name: its name, and its code where it has some."""
+    code = getattr(function, "__code__", None)
+    name = getattr(function, "__qualname__", type(function).__qualname__)
+    return name if code is None else f"{name} {_described(code)}"
+
+
+def _described(code: CodeType) -> str:
+    # a function within a function is a constant whose text holds its address
+    constants = [_described(value) if isinstance(value, CodeType) else repr(value) for value in code.co_consts]
+    return f"{code.co_code.hex()} {constants} {code.co_names}"
+
+
 def attacks_hash(attacks: Mapping[str, Attack]) -> str:
     """Return a hash of the names, classes and settings of attacks, in order; seeds are among the settings."""
     described = [
-        [name, type(attack).__module__, type(attack).__qualname__, attack.settings()]
+        [
+            name,
+            type(attack).__module__,
+            type(attack).__qualname__,
+            attack.settings(),
+            code_text(attack.attack_loss) if callable(attack.attack_loss) else "",
+        ]
         for name, attack in attacks.items()
     ]
     return hashlib.blake2b(json.dumps(described, default=repr).encode(), digest_size=16).hexdigest()

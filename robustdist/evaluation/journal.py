@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from robustdist.core.files import write_whole
+from robustdist.errors import RobustDistWarning
 from robustdist.evaluation.findings import Findings
 from robustdist.evaluation.identity import image_digests
 from robustdist.evaluation.saved import save_part, saved_bytes
@@ -78,9 +80,12 @@ class Journal:
         self._num_files = 0
         self._panel_size = 0
         self._file: IO[str] | None = None
+        self._prediction = 0
+        self._warned = False
 
     def open(self, columns: Sequence[str]) -> None:
         """Read what earlier runs left and begin to write; a collective."""
+        self._prediction = list(columns).index("prediction")
         header = {"format": _FORMAT, "columns": list(columns), "images": self.save_images, **self.key}
         found = self._read_header()
         usable = self.resume and found == header
@@ -151,6 +156,8 @@ class Journal:
     def look_up(self, rows: Tensor, x: Tensor, y: Any) -> tuple[Tensor, Tensor]:
         """Return ``rows`` with digests and with known images filled in, and which of them are known.
 
+        An image is known only if the model still predicts the same for it without attack.
+
         Args:
             rows: Rows of a batch with loader, id, label and prediction set.
             x: Its inputs.
@@ -161,9 +168,24 @@ class Journal:
         known = torch.zeros(len(rows), dtype=torch.bool)
         for place, key in enumerate(filled[:, :3].tolist()):
             row = self._known.get(tuple(key))
-            if row is not None and key[1] >= 0:
-                filled[place], known[place] = torch.tensor(row), True
+            if row is None or key[1] < 0:
+                continue
+            if row[self._prediction] != int(filled[place, self._prediction]):
+                self._warn_of_another_model()
+                continue
+            filled[place], known[place] = torch.tensor(row), True
         return filled, known
+
+    def _warn_of_another_model(self) -> None:
+        """Say that the model answers otherwise, though its weights are the same; those images are attacked again."""
+        if not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"{self.folder} holds images that the model with the same weights predicts otherwise now: if code or "
+                "settings outside the weights have changed, start afresh with resume=False",
+                RobustDistWarning,
+                stacklevel=2,
+            )
 
     def write(
         self, rows: Tensor, findings: Findings, seconds: Mapping[str, float], panel: Panel, pixels: Tensor
