@@ -1,8 +1,24 @@
-"""Benchmarks behind the figures in the documentation: ``robustdist bench``."""
+"""Benchmarks: the commands behind the figures in the docs."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from robustdist.bench.attack import bench_attack
-from robustdist.bench.auto_attack import bench_auto_attack
-from robustdist.bench.objectives import bench_objectives
-from robustdist.bench.text import bench_text
+
+if TYPE_CHECKING:
+    from robustdist.bench.auto_attack import bench_auto_attack
+    from robustdist.bench.objectives import bench_objectives
+    from robustdist.bench.text import bench_text
 
 __all__ = ["bench_attack", "bench_auto_attack", "bench_objectives", "bench_text"]
+
+_NEED_LIGHTNING = {"bench_auto_attack": "auto_attack", "bench_objectives": "objectives", "bench_text": "text"}
+
+
+def __getattr__(name: str) -> Any:
+    """Import what trains through a Trainer when it is asked for: Lightning takes seconds to load."""
+    if name not in _NEED_LIGHTNING:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_NEED_LIGHTNING[name]}"), name)

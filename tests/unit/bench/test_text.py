@@ -106,7 +106,7 @@ def test_figures_and_file(tmp_path, source, folder, capsys):
     kept = [run for run in other["runs"] if run["method"] != "dat"]
     assert kept == [run for run in more["runs"] if run["method"] != "dat"]
     assert [run["training"] for run in other["runs"] if run["method"] == "dat"] == [
-        "DAT(clean_weight=1.0), eps 0.04, 1 attack steps"
+        "DAT(clean_weight=1.0, unlabeled_weight=1.0, unlabeled='pseudo'), eps 0.04, 1 attack steps"
     ]
     with pytest.raises(UsageError, match="holds something else"):
         bench_text(folder, **{**options, "eps": 0.03})
