@@ -110,7 +110,7 @@ def test_an_unknown_sampler_is_said_and_marked(launch):
     # nobody's sample is dropped: both processes walked through everything
     assert ranks == [({name: 2 * number for name, number in expected(GREY).items()}, False)] * 2
     (single,) = evaluate(launch, data, processes=1, collect=collect)
-    assert single == (expected(GREY), True)
+    assert single == (expected(GREY), False)  # it might hand out a sample twice
 
 
 class Share(Classifier):
