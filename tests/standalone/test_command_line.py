@@ -128,8 +128,12 @@ def test_every_file_that_the_readme_names_exists():
     assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
 
 
+#: Files that are no scripts, or need one from elsewhere (robust_text: tests/unit/bench/test_text.py runs it).
+NOT_ALONE = {"classifiers", "robust_text"}
+
+
 @pytest.mark.parametrize(
-    "name", sorted(path.stem for path in (ROOT / "examples").glob("*.py") if path.stem != "classifiers")
+    "name", sorted(path.stem for path in (ROOT / "examples").glob("*.py") if path.stem not in NOT_ALONE)
 )
 def test_each_example_runs(tmp_path, name):
     lines = (ROOT / "examples" / f"{name}.py").read_text().splitlines()
