@@ -11,6 +11,7 @@ from robustdist.comm.low_rank import PowerSGD
 from robustdist.comm.mqgrad import MQGrad
 from robustdist.comm.quantize import QSGD, Int8, TernGrad
 from robustdist.comm.registry import make_compressor, make_controller
+from robustdist.comm.samples import SampleQuantizer
 from robustdist.comm.sign import Sign
 from robustdist.comm.sparsify import RandomK, TopK
 
@@ -34,6 +35,7 @@ __all__ = [
     "Payload",
     "PowerSGD",
     "RandomK",
+    "SampleQuantizer",
     "Sign",
     "TernGrad",
     "TopK",

@@ -38,8 +38,8 @@ PUBLIC = {
     "robustdist.callbacks": ["AdversarialTraining", "CatastrophicOverfittingGuard", "RobustEvaluation"],
     "robustdist.comm": [
         "BF16", "DGC", "EF21", "FP8", "FP16", "QSGD", "BitController", "BitSchedule", "Compressor", "ErrorFeedback",
-        "FixedBits", "Identity", "Int8", "MQGrad", "Memory", "Natural", "Payload", "PowerSGD", "RandomK", "Sign",
-        "TernGrad", "TopK", "make_compressor", "make_controller",
+        "FixedBits", "Identity", "Int8", "MQGrad", "Memory", "Natural", "Payload", "PowerSGD", "RandomK",
+        "SampleQuantizer", "Sign", "TernGrad", "TopK", "make_compressor", "make_controller",
     ],
     "robustdist.data": [
         "DigitsDataModule", "FashionMNISTDataModule", "ImageDataModule", "MNIST5kDataModule", "Parts",
