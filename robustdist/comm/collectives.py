@@ -7,9 +7,10 @@ same order, its own among them, so all get the same bits.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from time import perf_counter
 from typing import Any, Protocol
 
 import torch
@@ -53,12 +54,14 @@ class Exchange(ABC):
         group: Process group, used by nothing else at the same time.
         key: Goes into the draws.
         sent: If given, overwritten in the first stage with what all ranks decode of the own ``x``.
+        wait: Waits for a collective in flight; by default its own ``wait``.
 
     An exception while encoding or decoding does not stop the collectives, in which the others wait for this rank: it is
     kept in ``error``, and the ranks have to tell each other afterwards.
 
     Attributes:
         bytes_sent: Payload bytes that this rank sends to others, all stages together.
+        codec_seconds: Time spent on encoding and decoding.
         error: What went wrong on this rank, or None.
     """
 
@@ -73,12 +76,15 @@ class Exchange(ABC):
         key: Key = Key(),
         *,
         sent: Tensor | None = None,
+        wait: Callable[[dist.Work], None] | None = None,
     ) -> None:
         self.x, self.out, self.codec, self.group, self.key, self.sent = x, out, codec, group, key, sent
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self.bytes_sent = 0
+        self.codec_seconds = 0.0
         self.error: Exception | None = None
         self._work: Any = None
+        self._wait = wait
 
     @abstractmethod
     def advance(self, stage: int) -> None:
@@ -86,16 +92,21 @@ class Exchange(ABC):
 
     def wait(self) -> None:
         """Wait for the collective in flight."""
-        self._work.wait()
+        if self._wait is None:
+            self._work.wait()
+        else:
+            self._wait(self._work)
         self._work = None
 
     @contextmanager
     def keeping_errors(self) -> Iterator[None]:
-        """Keep the first exception inside instead of raising it."""
+        """Keep the first exception inside instead of raising it, and count the time."""
+        begin = perf_counter()
         try:
             yield
         except Exception as error:  # raised on all ranks afterwards
             self.error = self.error or error
+        self.codec_seconds += perf_counter() - begin
 
     def encode(self, codec: Compressor, x: Tensor, out: Tensor, part: str, sent: Tensor | None = None) -> None:
         """Encode a part of the exchange, with draws of its own, and decode it into ``sent``."""

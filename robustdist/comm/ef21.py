@@ -79,6 +79,7 @@ class EF21(RememberingCompressor):
         if base.has_memory:
             raise UsageError(f"base={base!r} has a memory of its own: use a codec without one, such as TopK")
         self.base = base.contractive()
+        self.block = self.base.block
         self._received: dict[str, Tensor] = {}
         super().__init__(seed=base.seed)
 

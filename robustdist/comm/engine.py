@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import threading
 import traceback
-from collections.abc import Mapping
+import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from queue import SimpleQueue
 from time import perf_counter
 from typing import Any, Literal, cast
@@ -19,10 +21,11 @@ from robustdist.comm.cast import Identity
 from robustdist.comm.collectives import Chunked, Exchange, Gather, Key, Native, run_pipelined
 from robustdist.comm.cost import Collective, choose, dense_bytes
 from robustdist.comm.error_feedback import ErrorFeedback, Memory, is_finite
+from robustdist.comm.jobs import Job, Stats
 from robustdist.comm.layout import Layout, Place
 from robustdist.comm.low_rank import PowerSGD
 from robustdist.comm.owner import OwnerResiduals
-from robustdist.errors import UsageError
+from robustdist.errors import RobustDistWarning, UsageError
 from robustdist.types import check_count
 
 __all__ = ["CommEngine", "RankError"]
@@ -33,24 +36,15 @@ class RankError(RuntimeError):
 
 
 @dataclass
-class Job:
-    """A bucket on its way: gradients by name (views of ``buffer``), and the future that gets ``buffer``."""
+class Bucket:
+    """Layout, collectives and buffers for one set of parameters; ``side`` ends with the note and the failure count."""
 
-    grads: Mapping[str, Tensor]
-    buffer: Tensor
-    future: torch.futures.Future[Tensor]
-    step: int
-
-
-@dataclass
-class Stats:
-    """Counters since the start."""
-
-    calls: int = 0
-    steps: int = 0
-    bytes_sent: int = 0
-    bytes_dense: float = 0.0
-    seconds: float = 0.0
+    layout: Layout
+    kinds: tuple[Collective, ...]
+    flat: Tensor
+    mean: Tensor
+    sent: Tensor
+    side: Tensor
 
 
 class CommEngine:
@@ -68,6 +62,15 @@ class CommEngine:
         collective: "auto", "chunked", "gather" or "native".
         small: Parameters of fewer elements travel uncompressed, together.
         segment: Elements that are encoded while the ones before are on the wire.
+        timeout: Seconds after which a collective of the engine's own group fails; by default those of torch.
+
+    Attributes:
+        codec: The codec in use, in the form in which it is used.
+        scale: Factor of a gradient scaler that the gradients of the present step carry.
+        note: Means over the ranks of the last note that was submitted and has arrived.
+        memory: What this rank keeps as a sender, or None.
+        owned: What this rank keeps as the owner of chunks, or None.
+        stats: Counters.
 
     Raises:
         UsageError: If an argument is out of range, on all ranks if the settings of the ranks differ.
@@ -83,51 +86,76 @@ class CommEngine:
         collective: Collective | Literal["auto"] = "auto",
         small: int = 1024,
         segment: int = 2 * 1024 * 1024,
+        timeout: float | None = None,
     ) -> None:
         if sides not in (1, 2):
             raise UsageError(f"sides={sides!r} must be 1 (workers compress) or 2 (averages are compressed too)")
         if isinstance(codec, PowerSGD):
             raise UsageError("PowerSGD needs whole matrices, which this engine does not reduce: use another compressor")
-        self.codec = codec.contractive() if error_feedback and not codec.has_memory else codec
-        choose(self.codec, 1, 2, collective, sides)
+        if timeout is not None and group is not None:
+            raise UsageError(f"timeout={timeout!r} is for the engine's own group: give it to the group that you made")
+        if timeout is not None and not timeout > 0:
+            raise UsageError(f"timeout={timeout!r} must be a positive number of seconds")
         self.error_feedback, self.sides, self.collective = error_feedback, sides, collective
         self.small, self.segment = check_count(small, "small"), check_count(segment, "segment")
-        self.memory: Memory | None = None
+        self.codec = self._usable(codec)
+        self.memory = self._make_memory(self.codec)
         self.owned: OwnerResiduals | None = None
-        # what a cast to 16 bits loses is not worth a copy of the model
-        if codec.has_memory or (error_feedback and (self.codec.delta(2**20) or 0.0) < 1 - 2.0**-15):
-            self.memory = codec.make_memory()
-            # a memory that is part of the method has no counterpart for the second rounding: it stays exact
-            self.sides = 1 if codec.has_memory else sides
-            self.owned = None if codec.has_memory or sides == 1 else OwnerResiduals()
-        #: Factor of a gradient scaler that the gradients of the present step carry.
+        if codec.has_memory:
+            self.sides = 1  # a memory that is part of the method has no counterpart for the second rounding
+        elif self.memory is not None and sides == 2:
+            self.owned = OwnerResiduals()
         self.scale = 1.0
+        self.note: tuple[float, ...] = ()
         self.stats = Stats()
-        self._group = group if group is not None else cast("dist.ProcessGroup", dist.new_group())
+        self._own_group: dist.ProcessGroup | None = None
+        if group is None:
+            limit = None if timeout is None else timedelta(seconds=timeout)
+            group = self._own_group = cast("dist.ProcessGroup", dist.new_group(timeout=limit))
+        self._group = group
         self.rank, self.world_size = dist.get_rank(self._group), dist.get_world_size(self._group)
         self._agree()
-        self._layouts: dict[Any, tuple[Layout, tuple[Tensor, ...]]] = {}
+        self._buckets: dict[Any, Bucket] = {}
         self._failed: BaseException | None = None
         self._step: int | None = None
-        self._jobs: SimpleQueue[Job | None] = SimpleQueue()
+        self._jobs: SimpleQueue[Job | Compressor | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="robustdist-comm", daemon=True)
         self._thread.start()
 
     # --- for the thread of the caller
 
-    def submit(self, grads: Mapping[str, Tensor], buffer: Tensor, *, step: int) -> torch.futures.Future[Tensor]:
+    def submit(
+        self, grads: Mapping[str, Tensor], buffer: Tensor, *, step: int, note: Sequence[float] = ()
+    ) -> torch.futures.Future[Tensor]:
         """Enqueue a bucket.
 
         Args:
             grads: Gradients by name of parameter, views of ``buffer``, equal names and shapes on all ranks.
             buffer: What the future gives back, with the means in the place of the gradients.
             step: Number of the synchronised step.
+            note: A few numbers, as many on all ranks, whose means travel with the bucket in float32; once the future
+                is done they are in ``self.note``, the same bits on all ranks.
         """
-        if not self._thread.is_alive():
-            raise RuntimeError("the engine was closed: make a new one")
+        self._check_open()
         future: torch.futures.Future[Tensor] = torch.futures.Future()
-        self._jobs.put(Job(dict(grads), buffer, future, step))
+        self._jobs.put(Job(dict(grads), buffer, future, step, tuple(map(float, note))))
         return future
+
+    def change(self, codec: Compressor) -> None:
+        """Use another codec for the buckets submitted from now on; all ranks must call it at the same place.
+
+        Residuals stay: they are in units of the gradient.
+
+        Raises:
+            UsageError: If the codec needs another kind of memory than the present one; on all ranks, from the next
+                bucket on, if they do not change to the same codec.
+        """
+        self._check_open()
+        codec = self._usable(codec)
+        old, new = _kind(self.memory), _kind(self._make_memory(codec))
+        if old != new:
+            raise UsageError(f"compressor={codec!r} keeps {new}, the engine has {old}: make a new engine for it")
+        self._jobs.put(codec)
 
     def commit(self) -> None:
         """Make the residuals of the step final: it was executed."""
@@ -139,13 +167,34 @@ class CommEngine:
         for memory in self._memories():
             memory.rollback()
 
-    def close(self) -> None:
-        """End the thread once all buckets are done."""
+    def close(self, *, seconds: float = 30.0) -> None:
+        """End the thread once all buckets are done, and destroy the group if the engine made it.
+
+        Args:
+            seconds: How long to wait without seeing a bucket done. A thread that still waits for other ranks then is
+                left to the end of the process, with a warning.
+        """
         self._jobs.put(None)
-        self._thread.join()
+        calls = -1
+        while self._thread.is_alive() and calls != self.stats.calls:
+            calls = self.stats.calls
+            self._thread.join(seconds)
+        if self._thread.is_alive():
+            warnings.warn(
+                f"communication: rank {self.rank} has waited {seconds:g} s for other ranks, its thread is left behind",
+                RobustDistWarning,
+                stacklevel=2,
+            )
+        elif self._own_group is not None and self._failed is None and dist.is_initialized():
+            dist.destroy_process_group(self._own_group)
+            self._own_group = None
 
     def comm_stats(self) -> dict[str, float]:
-        """Return counters: buckets, steps, bytes sent by this rank, bytes of float32, their ratio, seconds."""
+        """Return counters: buckets, steps, bytes sent by this rank, bytes of float32, their ratio, seconds.
+
+        ``codec_seconds`` is encoding and decoding, ``wait_seconds`` waiting for other ranks; copies, residuals and
+        overlap with neither make up the rest of ``seconds``.
+        """
         stats = self.stats
         return {
             "calls": stats.calls,
@@ -154,7 +203,26 @@ class CommEngine:
             "bytes_dense": stats.bytes_dense,
             "ratio": stats.bytes_dense / stats.bytes_sent if stats.bytes_sent else 1.0,
             "seconds": stats.seconds,
+            "codec_seconds": stats.codec_seconds,
+            "wait_seconds": stats.wait_seconds,
         }
+
+    def _check_open(self) -> None:
+        if not self._thread.is_alive():
+            raise RuntimeError("the engine was closed: make a new one")
+
+    def _usable(self, codec: Compressor) -> Compressor:
+        """Return the form of a codec that can be used here."""
+        if isinstance(codec, PowerSGD):
+            raise UsageError("PowerSGD needs whole matrices, which this engine does not reduce: use another compressor")
+        codec = codec.contractive() if self.error_feedback and not codec.has_memory else codec
+        choose(codec, 1, 2, self.collective, self.sides)
+        return codec
+
+    def _make_memory(self, codec: Compressor) -> Memory | None:
+        # what a cast to 16 bits loses is not worth a copy of the model
+        lossy = (codec.delta(2**20) or 0.0) < 1 - 2.0**-15
+        return codec.make_memory() if codec.has_memory or (self.error_feedback and lossy) else None
 
     def _memories(self) -> list[Memory]:
         return [memory for memory in (self.memory, self.owned) if memory is not None]
@@ -164,34 +232,57 @@ class CommEngine:
     def _run(self) -> None:
         torch.set_num_threads(1)
         while (job := self._jobs.get()) is not None:
-            begin = perf_counter()
-            try:
-                if self._failed is not None:
-                    raise self._failed
-                with torch.no_grad():
-                    self._reduce(job)
-                self.stats.calls += 1
-                self.stats.steps += job.step != self._step
-                self._step = job.step
-                self.stats.seconds += perf_counter() - begin
-                job.future.set_result(job.buffer)
-            except Exception as error:  # whatever it is, backward has to end with it
-                self._failed = error
+            self._attempt(job)
+
+    def _attempt(self, job: Job | Compressor) -> None:
+        try:
+            if self._failed is not None:
+                raise self._failed
+            if isinstance(job, Compressor):
+                self._change(job)
+            else:
+                self._work(job)
+        except Exception as error:  # whatever it is, backward has to end with it
+            self._failed = error
+            if isinstance(job, Job):
                 job.future.set_exception(error)  # type: ignore[arg-type]  # its annotation asks for a result
+
+    def _work(self, job: Job) -> None:
+        begin = perf_counter()
+        with torch.no_grad():
+            self._reduce(job)
+        self.stats.calls += 1
+        self.stats.steps += job.step != self._step
+        self._step = job.step
+        self.stats.seconds += perf_counter() - begin
+        job.future.set_result(job.buffer)
+
+    def _change(self, codec: Compressor) -> None:
+        """Go on with another codec; a bucket is laid out anew if its blocks or collectives are others with it."""
+        self.codec = codec
+        self._agree()
+        self._buckets = {
+            key: bucket
+            for key, bucket in self._buckets.items()
+            if bucket.layout.block == codec.block and bucket.kinds == self._kinds(bucket.layout)
+        }
 
     def _reduce(self, job: Job) -> None:
         numel = sum(grad.numel() for grad in job.grads.values())
         self.stats.bytes_dense += dense_bytes(numel, self.world_size)
         if self.world_size == 1:
+            self.note = job.note or self.note
             return
         if isinstance(self.codec, Identity):
             # what DDP does by itself, bit for bit
-            job.buffer.mul_(1 / self.world_size)
-            dist.all_reduce(job.buffer, group=self._group)
-            self.stats.bytes_sent += int(dense_bytes(job.buffer.numel(), self.world_size))
+            self._mean(job.buffer)
+            if job.note:
+                note = torch.tensor(job.note, device=job.buffer.device)
+                self._mean(note)
+                self.note = tuple(note.tolist())
             return
-        layout, buffers = self._layout(job)
-        flat, mean, sent, side = buffers
+        bucket = self._bucket(job)
+        layout, flat, side = bucket.layout, bucket.flat, bucket.side
         errors: list[Exception] = []
         try:
             layout.load(job.grads, flat, side)
@@ -200,45 +291,64 @@ class CommEngine:
                     self.memory.prepare(place.name, place.of(flat), scale=self.scale)
         except Exception as error:  # told to all ranks below
             errors.append(error)
-        exchanges = self._exchanges(layout, buffers, job)
+        exchanges = self._exchanges(bucket, job)
         self.stats.bytes_sent += run_pipelined(exchanges)
+        self.stats.codec_seconds += sum(exchange.codec_seconds for exchange in exchanges)
         errors += [exchange.error for exchange in exchanges if exchange.error is not None]
-        self._meet(side, errors)
+        self._meet(side, job.note, errors)
         if self.memory is not None:
             for place in layout.places:
-                self.memory.update(place.name, place.of(flat), place.of(sent), scale=self.scale)
-                self._finish(place, mean)
+                self.memory.update(place.name, place.of(flat), place.of(bucket.sent), scale=self.scale)
+                self._finish(place, bucket.mean)
             for place in layout.sides:
                 self.memory.dense(place.name, place.of(side), scale=self.scale)
-        layout.store(mean, side, job.grads)
+        layout.store(bucket.mean, side, job.grads)
 
-    def _exchanges(self, layout: Layout, buffers: tuple[Tensor, ...], job: Job) -> list[Exchange]:
+    def _kinds(self, layout: Layout) -> tuple[Collective, ...]:
+        """Choose a collective for every segment."""
+        sizes = [min(self.segment, layout.total - begin) for begin in range(0, layout.total, self.segment)]
+        return tuple(choose(self.codec, size, self.world_size, self.collective, self.sides) for size in sizes)
+
+    def _exchanges(self, bucket: Bucket, job: Job) -> list[Exchange]:
         """Cut the flat buffer into segments."""
-        flat, mean, sent, _ = buffers
-        exchanges: list[Exchange] = []
-        for begin in range(0, layout.total, self.segment):
+        layout, exchanges = bucket.layout, list[Exchange]()
+        for place, kind in enumerate(bucket.kinds):
+            begin = place * self.segment
             part = slice(begin, min(begin + self.segment, layout.total))
-            kind = choose(self.codec, part.stop - begin, self.world_size, self.collective, self.sides)
             key = Key(job.step, f"{layout.places[0].name}/{begin}")
-            own = sent[part] if self.memory is not None else None
+            own = bucket.sent[part] if self.memory is not None else None
+            what = (bucket.flat[part], bucket.mean[part], self.codec, self._group, key)
             if kind == "chunked":
                 owner = None if self.owned is None else self.owned.view(layout, begin, self.scale)
-                exchange: Exchange = Chunked(
-                    flat[part], mean[part], self.codec, self._group, key, sent=own, sides=self.sides, owner=owner
-                )
+                exchanges.append(Chunked(*what, sent=own, wait=self._wait, sides=self.sides, owner=owner))
             else:
-                plain = Gather if kind == "gather" else Native
-                exchange = plain(flat[part], mean[part], self.codec, self._group, key, sent=own)
-            exchanges.append(exchange)
+                exchanges.append((Gather if kind == "gather" else Native)(*what, sent=own, wait=self._wait))
         return exchanges
 
-    def _meet(self, side: Tensor, errors: list[Exception]) -> None:
-        """Reduce the small parameters; the last element counts the ranks that failed, and all raise if one did."""
+    def _wait(self, work: dist.Work) -> None:
+        """Wait for a collective in flight, and count the time."""
+        begin = perf_counter()
+        work.wait()
+        self.stats.wait_seconds += perf_counter() - begin
+
+    def _mean(self, values: Tensor) -> None:
+        """Replace values by their mean over the ranks."""
+        values.mul_(1 / self.world_size)
+        self._sum(values)
+
+    def _sum(self, values: Tensor) -> None:
+        self._wait(dist.all_reduce(values, group=self._group, async_op=True))
+        self.stats.bytes_sent += int(dense_bytes(values.numel(), self.world_size))
+
+    def _meet(self, side: Tensor, note: tuple[float, ...], errors: list[Exception]) -> None:
+        """Reduce the small parameters and the note; the last element counts failed ranks: all raise if there is one."""
+        end = len(side) - 1 - len(note)
+        side[end:-1] = torch.tensor(note)
         side.mul_(1 / self.world_size)
         side[-1] = float(bool(errors))
-        dist.all_reduce(side, group=self._group)
-        self.stats.bytes_sent += int(dense_bytes(side.numel(), self.world_size))
+        self._sum(side)
         if side[-1] == 0:
+            self.note = tuple(side[end:-1].tolist()) or self.note
             return
         texts: list[str | None] = [None] * self.world_size
         own = "".join(traceback.format_exception(errors[0])) if errors else None
@@ -254,21 +364,24 @@ class CommEngine:
             self.owned.undo_parameter(place.name)
         self.memory.finish(place.name, place.of(mean), scale=self.scale)
 
-    def _layout(self, job: Job) -> tuple[Layout, tuple[Tensor, ...]]:
-        """Return the layout of a bucket with its buffers; a new one replaces those that hold the same parameters."""
+    def _bucket(self, job: Job) -> Bucket:
+        """Return what belongs to the parameters of a bucket; a new one replaces those that share any with it."""
         signature = tuple((name, tuple(grad.shape)) for name, grad in job.grads.items())
-        if signature not in self._layouts:
+        bucket = self._buckets.get(signature)
+        if bucket is None:
             layout = Layout(signature, block=self.codec.block, small=self.small)
             names = set(job.grads)
-            self._layouts = {key: kept for key, kept in self._layouts.items() if not names & {name for name, _ in key}}
-            device = job.buffer.device
-            flats = [torch.empty(layout.total, device=device) for _ in range(3 if self.memory is not None else 2)]
-            flat, mean, sent = flats[0], flats[1], flats[-1]
-            side = torch.empty(layout.side_total + 1, device=device)
-            self._layouts[signature] = (layout, (flat, mean, sent, side))
+            self._buckets = {key: kept for key, kept in self._buckets.items() if not names & {name for name, _ in key}}
+            copies = 2 if self.memory is None else 3
+            flats = [job.buffer.new_empty(layout.total, dtype=torch.float32) for _ in range(copies)]
+            bucket = Bucket(layout, self._kinds(layout), flats[0], flats[1], flats[-1], flats[0][:0])
+            self._buckets[signature] = bucket
             if self.owned is not None and isinstance(self.memory, ErrorFeedback):
                 self.owned.give_back(layout, self.memory, self.world_size)
-        return self._layouts[signature]
+        length = bucket.layout.side_total + len(job.note) + 1
+        if len(bucket.side) != length:
+            bucket.side = job.buffer.new_empty(length, dtype=torch.float32)
+        return bucket
 
     def _agree(self) -> None:
         """Compare the settings of all ranks."""
@@ -278,3 +391,11 @@ class CommEngine:
         if len(set(settings)) > 1:
             told = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(settings))
             raise UsageError(f"compressor: the ranks have different settings, give all of them the same ({told})")
+
+
+def _kind(memory: Memory | None) -> str:
+    """Describe a memory by what must stay the same while it is in use."""
+    if memory is None:
+        return "no memory"
+    settings = {name: value for name, value in vars(memory).items() if not name.startswith("_")}
+    return f"{type(memory).__name__}({', '.join(f'{name}={value}' for name, value in settings.items())})"

@@ -52,6 +52,7 @@ class Layout:
         small: Parameters of fewer elements are small.
 
     Attributes:
+        block: As given.
         places: Large parameters, in ``total`` elements of the flat buffer.
         sides: Small parameters, in ``side_total`` elements of the side buffer.
     """
@@ -59,6 +60,7 @@ class Layout:
     def __init__(
         self, named_shapes: Sequence[tuple[str, Sequence[int]]], *, block: int = 512, small: int = 1024
     ) -> None:
+        self.block = block
         self.signature = tuple((name, tuple(shape)) for name, shape in named_shapes)
         places, sides = [], []
         self.total = self.side_total = 0
