@@ -19,7 +19,7 @@ from torch import Tensor
 from robustdist.comm.base import Compressor
 from robustdist.comm.cast import Identity
 from robustdist.comm.collectives import Chunked, Exchange, Gather, Key, Native, run_pipelined
-from robustdist.comm.cost import Collective, choose, dense_bytes
+from robustdist.comm.cost import Collective, choose, dense_bytes, keeps_residuals
 from robustdist.comm.error_feedback import ErrorFeedback, Memory, is_finite
 from robustdist.comm.jobs import Job, Stats
 from robustdist.comm.layout import Layout, Place
@@ -220,9 +220,8 @@ class CommEngine:
         return codec
 
     def _make_memory(self, codec: Compressor) -> Memory | None:
-        # what a cast to 16 bits loses is not worth a copy of the model
-        lossy = (codec.delta(2**20) or 0.0) < 1 - 2.0**-15
-        return codec.make_memory() if codec.has_memory or (self.error_feedback and lossy) else None
+        kept = codec.has_memory or (self.error_feedback and keeps_residuals(codec))
+        return codec.make_memory() if kept else None
 
     def _memories(self) -> list[Memory]:
         return [memory for memory in (self.memory, self.owned) if memory is not None]
