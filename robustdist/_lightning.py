@@ -15,13 +15,16 @@ from robustdist.errors import UsageError
 __all__ = [
     "PACKAGE",
     "Callback",
+    "DDPStrategy",
     "EarlyStopping",
+    "GradientAccumulationScheduler",
     "LightningArgumentParser",
     "LightningCLI",
     "LightningDataModule",
     "LightningModule",
     "ModelCheckpoint",
     "SaveConfigCallback",
+    "StrategyRegistry",
     "Trainer",
     "WeightAveraging",
     "check_same_package",
@@ -37,8 +40,14 @@ PACKAGE = "pytorch_lightning" if _FOLLOW_OTHER else "lightning.pytorch"
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
-    from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint, WeightAveraging
+    from lightning.pytorch.callbacks import (
+        EarlyStopping,
+        GradientAccumulationScheduler,
+        ModelCheckpoint,
+        WeightAveraging,
+    )
     from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
+    from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
     from lightning_utilities.core.rank_zero import rank_zero_debug, rank_zero_info, rank_zero_only, rank_zero_warn
 else:
     _root = importlib.import_module(PACKAGE)
@@ -49,8 +58,12 @@ else:
     LightningCLI = _cli.LightningCLI
     _callbacks = importlib.import_module(f"{PACKAGE}.callbacks")
     EarlyStopping = _callbacks.EarlyStopping
+    GradientAccumulationScheduler = _callbacks.GradientAccumulationScheduler
     ModelCheckpoint = _callbacks.ModelCheckpoint
     SaveConfigCallback = _cli.SaveConfigCallback
+    _strategies = importlib.import_module(f"{PACKAGE}.strategies")
+    DDPStrategy = _strategies.DDPStrategy
+    StrategyRegistry = _strategies.StrategyRegistry
     WeightAveraging = _callbacks.WeightAveraging
     LightningDataModule = _root.LightningDataModule
     LightningModule = _root.LightningModule

@@ -37,9 +37,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "objectives": _BELOW_OBJECTIVES,
     "evaluation": {*_BELOW_OBJECTIVES, "report"},
     "diagnostics": {*_BELOW_OBJECTIVES, "report", "evaluation"},
-    "bench": {*_BELOW_OBJECTIVES, "objectives", "evaluation", "callbacks", "data", "_lightning"},
+    "bench": {*_BELOW_OBJECTIVES, "objectives", "evaluation", "callbacks", "comm", "strategies", "data", "_lightning"},
     "data": {*_GROUND, "core", "_lightning"},
     "callbacks": {*_BELOW_OBJECTIVES, "objectives", "evaluation", "diagnostics", "report", "_lightning"},
+    "strategies": {*_GROUND, "core", "comm", "optim", "_lightning"},
     "cli": {*_BELOW_OBJECTIVES, "evaluation", "callbacks", "report", "bench", "data", "_lightning", "__init__"},
     "configs": set(),
     "__main__": {"cli"},
@@ -63,6 +64,7 @@ MAY_USE: dict[str, set[str]] = {
     "bench": {*_TORCH, "rich"},
     "data": _TORCH,
     "callbacks": _TORCH,
+    "strategies": _TORCH,
     "cli": {*_TORCH, "rich", "jsonargparse"},
     "configs": set(),
     "__main__": set(),
@@ -78,6 +80,7 @@ FOREIGN_PRIVATE: dict[str, set[str]] = {
     "core.folding": {"_backward_hooks", "_backward_pre_hooks", "_forward_hooks", "_forward_pre_hooks"},  # Module
     "core.guard": {"_buffers", "_fields"},  # torch.nn.Module, named tuples
     "core.muted": {"_modules"},  # torch.nn.Module
+    "strategies.refusals": {"_in_backward_optimizers", "_use_python_reducer"},  # torch: what a hook cannot serve
     "callbacks.robust_evaluation": {"_generate_state_key"},  # Callback
     "cli.lightning_cli": {"_get", "_prepare_subcommand_kwargs", "_run_subcommand", "_set_seed"},  # LightningCLI
 }

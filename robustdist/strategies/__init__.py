@@ -1,0 +1,8 @@
+"""Strategies for the Trainer; importing this package makes their names known to it."""
+
+from robustdist.strategies.compressed_ddp import CompressedDDPStrategy
+from robustdist.strategies.registration import register_strategies
+
+__all__ = ["CompressedDDPStrategy"]
+
+register_strategies()

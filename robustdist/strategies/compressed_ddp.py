@@ -1,0 +1,246 @@
+"""DDP whose gradients travel as packed codes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from pathlib import Path
+from time import perf_counter
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from robustdist._lightning import DDPStrategy, LightningModule, Trainer, rank_zero_info, rank_zero_warn
+from robustdist.comm import QSGD, Compressor, make_compressor
+from robustdist.comm.cost import Collective
+from robustdist.comm.engine import CommEngine
+from robustdist.comm.residual_state import RESIDUALS, Residuals, load_residuals, save_residuals
+from robustdist.errors import RobustDistWarning, UsageError
+from robustdist.strategies.comm_hook import GradBucket, make_hook
+from robustdist.strategies.refusals import check_module, check_options, check_trainer, check_wrapped
+
+__all__ = ["CompressedDDPStrategy"]
+
+#: Where a checkpoint keeps what belongs to the communication.
+KEY = "robustdist.communication"
+
+
+class CompressedDDPStrategy(DDPStrategy):
+    r"""Lightning's DDP, with the gradients sent through a codec.
+
+    Each process sends :math:`C(v_i)` with :math:`v_i = g_i + e_i` instead of :math:`g_i`, keeps
+    :math:`e_i = v_i - C(v_i)` for the next step, and all decode the same bytes, so replicas stay bit-identical. A
+    thread of its own does the work while backward goes on. Module, optimiser, clipping, accumulation and precision are
+    used as with DDP; the gradient is compressed once per synchronised step, after accumulation, and clipped after it
+    was decoded.
+
+    The Trainer knows it as ``strategy="ddp_compressed"``, ``"ddp_compressed_fork"`` and ``"ddp_compressed_spawn"``.
+
+    Args:
+        compressor: A codec of ``robustdist.comm``, or the name of one with its defaults; by default ``QSGD(bits=4)``.
+        error_feedback: Add what a codec leaves out to the next gradient. Without it, top-k and few bits lose accuracy.
+        sides: 2 compresses the averaged gradient on its way back too, 1 sends it as float32.
+        collective: "chunked", "gather", "native", or "auto" for the one that sends fewest bytes.
+        residuals: What a checkpoint keeps of the error feedback. "reduced": one vector of the size of the model, good
+            for any number of processes. "per_rank": all of it, for a continuation that is exact to the bit with the
+            same number. "reset": nothing.
+        small: Parameters with fewer elements travel uncompressed, together.
+        segment: Elements that are encoded while the ones before are on the wire.
+        timeout: Time after which a process that does not answer is given up.
+        start_method: How processes are started, as in DDPStrategy.
+        **options: Of DDPStrategy and of torch's DistributedDataParallel, such as ``find_unused_parameters``.
+
+    Raises:
+        UsageError: If options exclude each other; in ``fit`` if the module or the Trainer rule compression out, or if
+            the processes have different settings.
+    """
+
+    def __init__(
+        self,
+        compressor: Compressor | str | None = None,
+        *,
+        error_feedback: bool = True,
+        sides: Literal[1, 2] = 2,
+        collective: Collective | Literal["auto"] = "auto",
+        residuals: Residuals = "reduced",
+        small: int = 1024,
+        segment: int = 2 * 1024 * 1024,
+        timeout: timedelta | None = timedelta(minutes=30),
+        start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
+        **options: Any,
+    ) -> None:
+        check_options(options)
+        if residuals not in RESIDUALS:
+            raise UsageError(f"residuals={residuals!r} must be one of {', '.join(RESIDUALS)}")
+        super().__init__(timeout=timeout, start_method=start_method, **options)
+        if isinstance(compressor, str):
+            compressor = make_compressor(compressor)
+        self.compressor = compressor if compressor is not None else QSGD(bits=4)
+        self.residuals: Residuals = residuals
+        self.comm_timeout = timeout
+        self._options = options
+        self._engine_options: dict[str, Any] = {
+            "error_feedback": error_feedback,
+            "sides": sides,
+            "collective": collective,
+            "small": small,
+            "segment": segment,
+        }
+        self.engine: CommEngine | None = None
+        self._names: dict[int, str] = {}
+        self._step = 0
+        self._executed = False
+        self._counters: list[RemovableHandle] = []
+        self._loaded: Mapping[str, Any] | None = None
+        self._last_hook: float | None = None
+        self._wait_seconds = 0.0
+        self._final_stats: dict[str, float] = {"calls": 0, "steps": 0, "bytes_sent": 0, "bytes_dense": 0, "ratio": 1.0}
+
+    # --- start and end
+
+    def setup(self, trainer: Trainer) -> None:
+        """Set DDP up, and refuse what cannot work before anything expensive starts."""
+        check_trainer(trainer, self._options)
+        super().setup(trainer)
+        if self.engine is not None:
+            self._counters = [optimizer.register_step_post_hook(self._note_execution) for optimizer in self.optimizers]
+
+    def configure_ddp(self) -> None:
+        """Wrap the module, on any kind of device, and start the communication."""
+        module = self._module()
+        check_module(module)
+        super().configure_ddp()
+        model = self.model
+        if not isinstance(model, DistributedDataParallel):
+            raise TypeError(f"{type(self).__name__} needs DistributedDataParallel, not {type(model).__name__}")
+        check_wrapped(model)
+        self._names = {id(parameter): name for name, parameter in module.named_parameters()}
+        self._close()
+        self.engine = CommEngine(self.compressor, **self._engine_options)
+        if self.engine.world_size == 1:
+            rank_zero_info(f"{type(self).__name__}: a single process sends nothing, so nothing is compressed")
+        self._restore()
+        model.register_comm_hook(None, make_hook(self._reduce))
+
+    def teardown(self) -> None:
+        """End the communication, then DDP."""
+        self._close()
+        super().teardown()
+
+    def _close(self) -> None:
+        for counter in self._counters:
+            counter.remove()
+        self._counters = []
+        if self.engine is not None:
+            self._final_stats = self.engine.comm_stats()
+            self.engine.close()
+            self.engine = None
+
+    # --- a step
+
+    def _reduce(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
+        """Hand a bucket to the engine; called by DDP in backward, with buckets in the same order on all ranks."""
+        engine = self._running()
+        names = [self._names[id(parameter)] for parameter in bucket.parameters()]
+        engine.scale = self._loss_scale()
+        future = engine.submit(dict(zip(names, bucket.gradients(), strict=True)), bucket.buffer(), step=self._step)
+        self._last_hook = perf_counter()
+        if bucket.is_last():
+            self._step += 1
+        return future
+
+    def post_backward(self, closure_loss: Tensor) -> None:
+        """Count how long backward waited for the network after its own work was done."""
+        super().post_backward(closure_loss)
+        if self._last_hook is not None:
+            self._wait_seconds += perf_counter() - self._last_hook
+            self._last_hook = None
+
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: LightningModule | torch.nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Step, then make the residuals of the step final, or put them back if a gradient scaler skipped it."""
+        self._executed = False
+        output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        if self.engine is not None:
+            if self._executed:
+                self.engine.commit()
+            else:
+                self.engine.rollback()
+        return output
+
+    def _note_execution(self, optimizer: Any, *_: Any) -> None:
+        # fused optimisers are called in any case and skip the update themselves
+        found_inf = getattr(optimizer, "found_inf", None)
+        self._executed = found_inf is None or not bool(found_inf)
+
+    def _loss_scale(self) -> float:
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        return 1.0 if scaler is None else float(scaler.get_scale())
+
+    # --- checkpoints
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
+    ) -> None:
+        """Save, with the state of the communication beside that of the Trainer."""
+        if self.engine is not None:
+            checkpoint[KEY] = self._state(self.engine)
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        """Load, and keep the state of the communication until there is one."""
+        checkpoint = super().load_checkpoint(checkpoint_path, weights_only=weights_only)
+        self._loaded = checkpoint.get(KEY)
+        return checkpoint
+
+    def _state(self, engine: CommEngine) -> dict[str, Any]:
+        mode = self.residuals
+        if mode != "reset" and self._module().trainer.interrupted:
+            # not all ranks have to be here, and a collective would wait for them
+            rank_zero_warn(
+                "a checkpoint saved after an exception holds no residuals: error feedback starts anew from it",
+                category=RobustDistWarning,
+            )
+            mode = "reset"
+        sizes = {name: parameter.numel() for name, parameter in self._module().named_parameters()}
+        return {"step": self._step, **save_residuals(engine, mode, sizes)}
+
+    def _restore(self) -> None:
+        state, self._loaded = self._loaded, None
+        if state is not None and self.engine is not None:
+            self._step = state["step"]
+            load_residuals(self.engine, state, self.global_rank)
+
+    # --- figures
+
+    def comm_stats(self) -> dict[str, float]:
+        """Return counters since the start of training, of this process.
+
+        ``calls``: buckets; ``steps``: synchronised steps; ``bytes_sent``: payload bytes sent to other processes;
+        ``bytes_dense``: what an all-reduce of float32 would have sent; ``ratio``: the latter over the former;
+        ``wait_seconds``: how long backward waited for the network after its own work was done.
+        """
+        stats = self._final_stats if self.engine is None else self.engine.comm_stats()
+        return {**stats, "wait_seconds": self._wait_seconds}
+
+    # --- small things
+
+    def _module(self) -> LightningModule:
+        module = self.lightning_module
+        if module is None:
+            raise RuntimeError("the strategy has no module yet")
+        return module
+
+    def _running(self) -> CommEngine:
+        if self.engine is None:
+            raise RuntimeError("gradients arrived after the communication had ended")
+        return self.engine

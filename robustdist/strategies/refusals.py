@@ -1,0 +1,81 @@
+"""What compressed communication cannot be combined with, found before training starts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from robustdist._lightning import Callback, GradientAccumulationScheduler, LightningModule, Trainer
+from robustdist.errors import UsageError
+
+__all__ = ["check_module", "check_options", "check_trainer", "check_wrapped"]
+
+_HOOKS = ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period")
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Refuse options of DDPStrategy that would put another hook in the place of the compressing one.
+
+    Raises:
+        UsageError: Naming both options.
+    """
+    for name in _HOOKS:
+        if options.get(name) is not None:
+            raise UsageError(
+                f"compressor and {name} exclude each other, since DDP has one communication hook: "
+                f"leave out {name}, or use Lightning's DDPStrategy"
+            )
+
+
+def check_trainer(trainer: Trainer, options: Mapping[str, Any]) -> None:
+    """Refuse static_graph together with accumulation.
+
+    Raises:
+        UsageError: Naming both options.
+    """
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    schedulers = [callback for callback in callbacks if isinstance(callback, GradientAccumulationScheduler)]
+    accumulates = trainer.accumulate_grad_batches > 1 or any(
+        factor > 1 for scheduler in schedulers for factor in scheduler.scheduling.values()
+    )
+    if options.get("static_graph") and accumulates:
+        raise UsageError(
+            "static_graph=True and accumulate_grad_batches > 1 exclude each other with a compressor, since a static "
+            "graph is synchronised in every backward pass: leave out static_graph"
+        )
+
+
+def check_module(module: LightningModule) -> None:
+    """Refuse sparse gradients.
+
+    Raises:
+        UsageError: Naming the layer and the option.
+    """
+    for name, layer in module.named_modules():
+        if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.sparse:
+            raise UsageError(
+                f"{name} is a {type(layer).__name__} with sparse=True, and compressor takes dense gradients: "
+                "set sparse=False, or use Lightning's DDPStrategy"
+            )
+    for name, parameter in module.named_parameters():
+        if getattr(parameter, "_in_backward_optimizers", None):
+            raise UsageError(
+                f"{name} is updated by an optimiser during backward, which excludes a compressor: "
+                "let the Trainer step the optimiser"
+            )
+
+
+def check_wrapped(model: DistributedDataParallel) -> None:
+    """Refuse torch's reducer in Python, which gives hooks no buckets.
+
+    Raises:
+        UsageError: Naming both options.
+    """
+    if getattr(model, "_use_python_reducer", False):
+        raise UsageError(
+            "torch._dynamo.config.optimize_ddp='python_reducer' and compressor exclude each other: "
+            "set optimize_ddp to True"
+        )
