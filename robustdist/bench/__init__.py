@@ -6,13 +6,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from robustdist.bench.attack import bench_attack
+from robustdist.bench.comm import bench_comm
 
 if TYPE_CHECKING:
     from robustdist.bench.auto_attack import bench_auto_attack
     from robustdist.bench.objectives import bench_objectives
     from robustdist.bench.text import bench_text
 
-__all__ = ["bench_attack", "bench_auto_attack", "bench_objectives", "bench_text"]
+__all__ = ["bench_attack", "bench_auto_attack", "bench_comm", "bench_objectives", "bench_text"]
 
 _NEED_LIGHTNING = {"bench_auto_attack": "auto_attack", "bench_objectives": "objectives", "bench_text": "text"}
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from jsonargparse import auto_cli
 
-from robustdist.bench import bench_attack, bench_auto_attack, bench_objectives, bench_text
+from robustdist.bench import bench_attack, bench_auto_attack, bench_comm, bench_objectives, bench_text
 
 __all__ = ["run_bench"]
 
@@ -14,7 +14,13 @@ __all__ = ["run_bench"]
 def run_bench(args: Sequence[str]) -> None:
     """Run one benchmark; arguments as in its function."""
     auto_cli(
-        {"attack": bench_attack, "autoattack": bench_auto_attack, "objectives": bench_objectives, "text": bench_text},
+        {
+            "attack": bench_attack,
+            "autoattack": bench_auto_attack,
+            "comm": bench_comm,
+            "objectives": bench_objectives,
+            "text": bench_text,
+        },
         args=list(args),
         prog="robustdist bench",
         exit_on_error=False,

@@ -1,0 +1,74 @@
+"""The rows of ``robustdist bench comm``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from robustdist.comm import Compressor, make_compressor
+from robustdist.errors import UsageError
+
+__all__ = ["PLAIN", "ROWS", "Row", "chosen_rows"]
+
+#: Key of the row that ratios are to.
+PLAIN = "fp32"
+
+
+@dataclass(frozen=True)
+class Row:
+    """How gradients are averaged.
+
+    Attributes:
+        kind: "plain" is DDP's own all-reduce, "fp16" and "powersgd" are torch's hooks, "engine" is this package.
+        compressor: Name of the codec, for "engine".
+        settings: Its arguments.
+        error_feedback: Whether the engine keeps residuals.
+        one_bucket: Whether all gradients are one bucket.
+        may_hang: Whether the row is measured apart from the others.
+    """
+
+    name: str
+    kind: Literal["plain", "fp16", "powersgd", "engine"] = "engine"
+    compressor: str = ""
+    settings: dict[str, Any] = field(default_factory=dict)
+    error_feedback: bool = True
+    one_bucket: bool = False
+    may_hang: bool = False
+
+    def codec(self) -> Compressor:
+        """Return a new codec."""
+        return make_compressor(self.compressor, **self.settings)
+
+
+ROWS = {
+    PLAIN: Row("fp32 all-reduce", "plain"),
+    "torch_fp16": Row("torch: fp16 hook", "fp16"),
+    "torch_powersgd": Row("torch: PowerSGD hook, rank 4", "powersgd", may_hang=True),
+    "torch_powersgd_one_bucket": Row("torch: PowerSGD hook, one bucket", "powersgd", one_bucket=True, may_hang=True),
+    "identity": Row("Identity", compressor="identity"),
+    "bf16": Row("BF16", compressor="bf16"),
+    "int8": Row("Int8", compressor="int8"),
+    "natural": Row("Natural", compressor="natural"),
+    "qsgd4": Row("QSGD(4)", compressor="qsgd", settings={"bits": 4}),
+    "qsgd4_random": Row(
+        "QSGD(4), random, no residual", compressor="qsgd", settings={"bits": 4}, error_feedback=False
+    ),
+    "qsgd2": Row("QSGD(2)", compressor="qsgd", settings={"bits": 2}),
+    "terngrad": Row("TernGrad", compressor="terngrad"),
+    "sign": Row("Sign", compressor="sign"),
+    "topk": Row("TopK(0.01)", compressor="topk", settings={"ratio": 0.01}),
+}  # fmt: skip
+
+
+def chosen_rows(rows: Sequence[str] | None) -> list[str]:
+    """Return keys of rows, each once, the reference first.
+
+    Raises:
+        UsageError: If one is unknown or there is none.
+    """
+    keys = list(dict.fromkeys(ROWS if rows is None else rows))
+    unknown = [key for key in keys if key not in ROWS]
+    if unknown or not keys:
+        raise UsageError(f"rows={unknown} are unknown: choose some of {', '.join(ROWS)}")
+    return [PLAIN, *(key for key in keys if key != PLAIN)]
