@@ -279,13 +279,15 @@ class AdversarialTraining(Callback):
         scaler = getattr(trainer.precision_plugin, "scaler", None)
         grad_scale = None if scaler is None else float(scaler.get_scale())
         inner_step = self._inner_step(module, next_step)
+        # replicas of one batch have to see the same attack
+        rank = 0 if getattr(trainer.strategy, "replicated", False) else trainer.global_rank
         return ObjectiveStep(
             module=module,
             batch=batch,
             look=lambda batch: self.space.view(module, batch, self.adapter, self.forward),
             next_step=next_step,
             attack=self.attack if inner_step is None else self.attack.with_loss(the_loss_itself),
-            call=AttackCall(trainer.global_rank, self._num_attacks, eps_scale, step_scale, grad_scale),
+            call=AttackCall(rank, self._num_attacks, eps_scale, step_scale, grad_scale),
             fast_path=self.fast_path,
             muter=self._muter,
             inner_step=inner_step,

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from robustdist.core.containers import (
@@ -46,6 +47,7 @@ class BatchAdapter:
     Args:
         input_key: Key, attribute or position of the input; a path such as "labelled.0" reaches into nested batches.
         target_key: The same for the target.
+        uint8: Whether images of integers from 0 to 255 may be the input, which no attack can follow.
 
     Example:
         >>> import torch
@@ -57,9 +59,10 @@ class BatchAdapter:
         (True, False)
     """
 
-    def __init__(self, input_key: Key | None = None, target_key: Key | None = None) -> None:
+    def __init__(self, input_key: Key | None = None, target_key: Key | None = None, *, uint8: bool = False) -> None:
         self.input_key = input_key
         self.target_key = target_key
+        self.uint8 = uint8
 
     def locate(self, batch: Any) -> Located:
         """Return input and target of ``batch``.
@@ -71,7 +74,7 @@ class BatchAdapter:
             raise UsageError("the batch is a bare tensor without targets: let the loader return (input, target)")
         input_path = self._path(batch, self.input_key) if self.input_key is not None else self._guess_input(batch)
         x = self._get(batch, input_path, "input_key")
-        if not isinstance(x, Tensor) or not x.is_floating_point():
+        if not self._fits(x):
             what = f"{x.dtype} tensor" if isinstance(x, Tensor) else type(x).__name__
             raise UsageError(
                 f"input_key={shown(input_path)!r} is a {what}, not a floating-point tensor: "
@@ -141,6 +144,9 @@ class BatchAdapter:
             described = ", ".join(describe(batch)) or "no entries"
             raise UsageError(f"{option}={shown(path)!r} is not in the batch: it has {described}") from None
 
+    def _fits(self, value: Any) -> bool:
+        return isinstance(value, Tensor) and (value.is_floating_point() or (self.uint8 and value.dtype == torch.uint8))
+
     def _guess_input(self, batch: Any) -> tuple[Key, ...]:
         entries = entries_of(batch)
         described = ", ".join(describe(batch)) or "no entries"
@@ -150,7 +156,9 @@ class BatchAdapter:
                 f"the batch is nested ({described}): name the tensors by a path, "
                 f"for example input_key='{nested[0]}.0' and target_key='{nested[0]}.1'"
             )
-        floating = [key for key, value in entries if isinstance(value, Tensor) and value.is_floating_point()]
+        floating = [key for key, value in entries if self._fits(value)]
+        if not floating and self.uint8:
+            raise UsageError(f"the batch has no image, of floats or of uint8 ({described}): name it with input_key")
         if not floating:
             raise UsageError(
                 f"the batch has no floating-point tensor to attack ({described}): "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -19,6 +19,7 @@ __all__ = [
     "is_container",
     "is_named",
     "is_plain_sequence",
+    "leaves",
     "replaced",
     "shown",
 ]
@@ -72,6 +73,15 @@ def describe(batch: Any) -> list[str]:
         what = f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}" if isinstance(value, Tensor) else None
         texts.append(f"{key}: {what or type(value).__name__}")
     return texts
+
+
+def leaves(value: Any, path: tuple[Key, ...] = ()) -> Iterator[tuple[tuple[Key, ...], Any]]:
+    """Yield path and value of everything in a batch that holds nothing itself: tensors, numbers, texts, None."""
+    if isinstance(value, (str, bytes)) or not (isinstance(value, (Mapping, Sequence)) or is_named(value)):
+        yield path, value
+        return
+    for key, item in entries_of(value):
+        yield from leaves(item, (*path, key))
 
 
 def shown(path: tuple[Key, ...]) -> str:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from robustdist._lightning import StrategyRegistry
 from robustdist.strategies.compressed_ddp import CompressedDDPStrategy
+from robustdist.strategies.quantized_data import QuantizedDataStrategy
 
 __all__ = ["register_strategies"]
 
 #: Names of strategies; with "_fork" and "_spawn" for the other ways to start processes, as Lightning names its own.
-STRATEGIES = {"ddp_compressed": CompressedDDPStrategy}
+STRATEGIES = {"ddp_compressed": CompressedDDPStrategy, "ddp_quantized_data": QuantizedDataStrategy}
 
 
 def register_strategies() -> None:

@@ -92,6 +92,7 @@ def test_there_are_fragments_and_whole_configs():
     assert {name.split("/")[0] for name in FRAGMENTS} == {
         "attack",
         "checkpoint",
+        "comm",
         "evaluation",
         "guard",
         "optim",

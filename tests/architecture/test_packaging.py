@@ -50,7 +50,7 @@ PUBLIC = {
         "FriendlyAT", "GradAlign", "Objective", "ObjectiveContext",
     ],
     "robustdist.optim": ["LALR"],
-    "robustdist.strategies": ["CompressedDDPStrategy"],
+    "robustdist.strategies": ["CompressedDDPStrategy", "QuantizedDataStrategy"],
     "robustdist.evaluation": ["Records", "RobustTally", "SavedExamples", "load_examples", "remeasure"],
     "robustdist.diagnostics": [
         "Diagnosis", "Part", "Subset", "diagnose", "examine", "not_run", "with_diagnosis",
