@@ -1,7 +1,9 @@
-"""Callbacks for the Trainer."""
+"""Callbacks for the Trainer; importing them makes the names of our strategies known to it."""
 
+import robustdist.strategies  # noqa: F401
 from robustdist.callbacks.adversarial_training import AdversarialTraining
 from robustdist.callbacks.catastrophic_overfitting_guard import CatastrophicOverfittingGuard
+from robustdist.callbacks.communication_monitor import CommunicationMonitor
 from robustdist.callbacks.robust_evaluation import RobustEvaluation
 
-__all__ = ["AdversarialTraining", "CatastrophicOverfittingGuard", "RobustEvaluation"]
+__all__ = ["AdversarialTraining", "CatastrophicOverfittingGuard", "CommunicationMonitor", "RobustEvaluation"]

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from robustdist.comm.base import Compressor
 from robustdist.comm.cast import Identity
-from robustdist.comm.collectives import Chunked, Exchange, Gather, Key, Native, run_pipelined
+from robustdist.comm.collectives import Chunked, Exchange, Gather, Key, Native, chunks, run_pipelined
 from robustdist.comm.cost import Collective, choose, dense_bytes, keeps_residuals
 from robustdist.comm.error_feedback import ErrorFeedback, Memory, is_finite
 from robustdist.comm.jobs import Job, Stats
@@ -68,6 +68,7 @@ class CommEngine:
         codec: The codec in use, in the form in which it is used.
         scale: Factor of a gradient scaler that the gradients of the present step carry.
         note: Means over the ranks of the last note that was submitted and has arrived.
+        nonfinite: The last parameter whose mean was not finite, where a memory had to be kept from it.
         memory: What this rank keeps as a sender, or None.
         owned: What this rank keeps as the owner of chunks, or None.
         stats: Counters.
@@ -107,6 +108,7 @@ class CommEngine:
             self.owned = OwnerResiduals()
         self.scale = 1.0
         self.note: tuple[float, ...] = ()
+        self.nonfinite: str | None = None
         self.stats = Stats()
         self._own_group: dist.ProcessGroup | None = None
         if group is None:
@@ -308,6 +310,16 @@ class CommEngine:
         sizes = [min(self.segment, layout.total - begin) for begin in range(0, layout.total, self.segment)]
         return tuple(choose(self.codec, size, self.world_size, self.collective, self.sides) for size in sizes)
 
+    def _own_chunks(self, bucket: Bucket) -> list[tuple[int, int]]:
+        """Begin and end of the chunks that this rank averages."""
+        total, own = bucket.layout.total, []
+        for place, kind in enumerate(bucket.kinds):
+            if kind == "chunked":
+                first = place * self.segment
+                begin, end = chunks(min(self.segment, total - first), self.world_size, self.codec.block)[self.rank]
+                own.append((first + begin, first + end))
+        return own
+
     def _exchanges(self, bucket: Bucket, job: Job) -> list[Exchange]:
         """Cut the flat buffer into segments."""
         layout, exchanges = bucket.layout, list[Exchange]()
@@ -359,8 +371,10 @@ class CommEngine:
         """Let the memory see the mean; what is not finite is undone for owners as well."""
         if self.memory is None:
             return
-        if self.owned is not None and not is_finite(place.of(mean)):
-            self.owned.undo_parameter(place.name)
+        if not is_finite(place.of(mean)):
+            self.nonfinite = place.name
+            if self.owned is not None:
+                self.owned.undo_parameter(place.name)
         self.memory.finish(place.name, place.of(mean), scale=self.scale)
 
     def _bucket(self, job: Job) -> Bucket:
@@ -376,7 +390,7 @@ class CommEngine:
             bucket = Bucket(layout, self._kinds(layout), flats[0], flats[1], flats[-1], flats[0][:0])
             self._buckets[signature] = bucket
             if self.owned is not None and isinstance(self.memory, ErrorFeedback):
-                self.owned.give_back(layout, self.memory, self.world_size)
+                self.owned.give_back(layout, self._own_chunks(bucket), self.memory, self.world_size)
         length = bucket.layout.side_total + len(job.note) + 1
         if len(bucket.side) != length:
             bucket.side = job.buffer.new_empty(length, dtype=torch.float32)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 from torch import Tensor
 
@@ -30,9 +30,17 @@ class OwnerResiduals(ErrorFeedback):
     def parts(self, layout: Layout, begin: int, length: int) -> Iterator[tuple[str, slice]]:
         """Yield name and place of every piece in a chunk of ``length`` elements from ``begin`` of the flat buffer."""
         for piece in layout.pieces(begin, begin + length):
-            key = f"{piece.name}@{piece.offset}"
+            key = _key(piece)
             self._pieces[key] = piece
             yield key, slice(piece.start - begin, piece.start - begin + piece.length)
+
+    def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Take over copies of what :meth:`state_dict` returned; everything else is forgotten."""
+        super().load_state_dict(state)
+        self._pieces = {}
+        for key, vector in state["residual"].items():
+            name, _, offset = key.rpartition("@")
+            self._pieces[key] = Piece(name, int(offset), 0, len(vector))
 
     def undo_parameter(self, name: str) -> None:
         """Undo the changes of all pieces of a parameter since the last commit."""
@@ -40,19 +48,32 @@ class OwnerResiduals(ErrorFeedback):
             if piece.name == name:
                 self.undo(key)
 
-    def give_back(self, layout: Layout, workers: ErrorFeedback, world_size: int) -> None:
-        """Move the residuals of the parameters of ``layout`` to this rank's residuals as a worker.
+    def give_back(
+        self, layout: Layout, owned: Sequence[tuple[int, int]], workers: ErrorFeedback, world_size: int
+    ) -> None:
+        """Move residuals of the parameters of ``layout`` that this rank no longer owns to its residuals as a worker.
 
         The mean counts those 1 / n times, and the owner's once: hence the factor n.
+
+        Args:
+            layout: The new layout of these parameters.
+            owned: Begin and end of this rank's chunks in its flat buffer.
+            workers: Residuals of this rank as a sender.
+            world_size: Number of ranks n.
         """
         sizes = {place.name: place.numel for place in layout.places}
+        stays = {_key(piece): piece.length for begin, end in owned for piece in layout.pieces(begin, end)}
         for key, piece in list(self._pieces.items()):
-            if piece.name in sizes:
+            if piece.name in sizes and stays.get(key) != piece.length:
                 error = self.get(key)
                 if error is not None:
                     workers.add(piece.name, sizes[piece.name], piece.offset, error.float() * world_size)
                 self.drop(key)
                 del self._pieces[key]
+
+
+def _key(piece: Piece) -> str:
+    return f"{piece.name}@{piece.offset}"
 
 
 class _SegmentResiduals:

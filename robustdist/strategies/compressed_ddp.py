@@ -15,13 +15,16 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from robustdist._lightning import DDPStrategy, LightningModule, Trainer, rank_zero_info, rank_zero_warn
-from robustdist.comm import QSGD, Compressor, make_compressor
+from robustdist.comm import QSGD, Compressor, Identity, make_compressor
+from robustdist.comm.controller import BitController
 from robustdist.comm.cost import Collective
 from robustdist.comm.engine import CommEngine
+from robustdist.comm.link import measure_link, pick_compressor
 from robustdist.comm.residual_state import RESIDUALS, Residuals, load_residuals, save_residuals
 from robustdist.errors import RobustDistWarning, UsageError
+from robustdist.strategies.bit_control import BitControl
 from robustdist.strategies.comm_hook import GradBucket, make_hook
-from robustdist.strategies.refusals import check_module, check_options, check_trainer, check_wrapped
+from robustdist.strategies.refusals import check_module, check_options, check_skipped, check_trainer, check_wrapped
 
 __all__ = ["CompressedDDPStrategy"]
 
@@ -42,9 +45,12 @@ class CompressedDDPStrategy(DDPStrategy):
 
     Args:
         compressor: A codec of ``robustdist.comm``, or the name of one with its defaults; by default ``QSGD(bits=4)``.
+            "auto" measures the link and the codecs when training starts and takes the fastest one that keeps accuracy,
+            plain float32 included.
         error_feedback: Add what a codec leaves out to the next gradient. Without it, top-k and few bits lose accuracy.
         sides: 2 compresses the averaged gradient on its way back too, 1 sends it as float32.
         collective: "chunked", "gather", "native", or "auto" for the one that sends fewest bytes.
+        bits: Chooses the bits of ``QSGD`` while training runs: ``FixedBits``, ``BitSchedule`` or ``MQGrad``.
         residuals: What a checkpoint keeps of the error feedback. "reduced": one vector of the size of the model, good
             for any number of processes. "per_rank": all of it, for a continuation that is exact to the bit with the
             same number. "reset": nothing.
@@ -66,6 +72,7 @@ class CompressedDDPStrategy(DDPStrategy):
         error_feedback: bool = True,
         sides: Literal[1, 2] = 2,
         collective: Collective | Literal["auto"] = "auto",
+        bits: BitController | None = None,
         residuals: Residuals = "reduced",
         small: int = 1024,
         segment: int = 2 * 1024 * 1024,
@@ -77,11 +84,17 @@ class CompressedDDPStrategy(DDPStrategy):
         if residuals not in RESIDUALS:
             raise UsageError(f"residuals={residuals!r} must be one of {', '.join(RESIDUALS)}")
         super().__init__(timeout=timeout, start_method=start_method, **options)
-        if isinstance(compressor, str):
-            compressor = make_compressor(compressor)
-        self.compressor = compressor if compressor is not None else QSGD(bits=4)
+        self.compressor: Compressor | None = None
+        if compressor is None:
+            self.compressor = QSGD(bits=4)
+        elif not isinstance(compressor, str):
+            self.compressor = compressor
+        elif compressor.lower() != "auto":
+            self.compressor = make_compressor(compressor)
+        if bits is not None and self.compressor is None:
+            raise UsageError("bits and compressor='auto' exclude each other: give compressor=QSGD(), or leave out bits")
+        self._bits = None if bits is None or self.compressor is None else BitControl(bits, self.compressor)
         self.residuals: Residuals = residuals
-        self.comm_timeout = timeout
         self._options = options
         self._engine_options: dict[str, Any] = {
             "error_feedback": error_feedback,
@@ -89,15 +102,19 @@ class CompressedDDPStrategy(DDPStrategy):
             "collective": collective,
             "small": small,
             "segment": segment,
+            "timeout": None if timeout is None else timeout.total_seconds(),
         }
         self.engine: CommEngine | None = None
         self._names: dict[int, str] = {}
         self._step = 0
+        self._buckets: list[tuple[str, ...]] = []
+        self._planned: list[tuple[str, ...]] = []
         self._executed = False
+        self._skipped = 0
         self._counters: list[RemovableHandle] = []
         self._loaded: Mapping[str, Any] | None = None
         self._last_hook: float | None = None
-        self._wait_seconds = 0.0
+        self._step_wait = self._wait_seconds = 0.0
         self._final_stats: dict[str, float] = {"calls": 0, "steps": 0, "bytes_sent": 0, "bytes_dense": 0, "ratio": 1.0}
 
     # --- start and end
@@ -120,7 +137,9 @@ class CompressedDDPStrategy(DDPStrategy):
         check_wrapped(model)
         self._names = {id(parameter): name for name, parameter in module.named_parameters()}
         self._close()
-        self.engine = CommEngine(self.compressor, **self._engine_options)
+        if self._loaded is not None and self._bits is not None and self._loaded["bits"] is not None:
+            self._bits.load_state_dict(self._loaded["bits"])
+        self.engine = CommEngine(self._codec(module), **self._engine_options)
         if self.engine.world_size == 1:
             rank_zero_info(f"{type(self).__name__}: a single process sends nothing, so nothing is compressed")
         self._restore()
@@ -146,18 +165,43 @@ class CompressedDDPStrategy(DDPStrategy):
         """Hand a bucket to the engine; called by DDP in backward, with buckets in the same order on all ranks."""
         engine = self._running()
         names = [self._names[id(parameter)] for parameter in bucket.parameters()]
+        grads = dict(zip(names, bucket.gradients(), strict=True))
         engine.scale = self._loss_scale()
-        future = engine.submit(dict(zip(names, bucket.gradients(), strict=True)), bucket.buffer(), step=self._step)
+        if bucket.index() == 0:
+            self._buckets = []
+        parts = self._parts(tuple(names))
+        for part in parts:
+            note = () if self._bits is None else self._bits.note()
+            future = engine.submit({name: grads[name] for name in part}, bucket.buffer(), step=self._step, note=note)
+        self._buckets += parts
         self._last_hook = perf_counter()
         if bucket.is_last():
             self._step += 1
-        return future
+        return future  # of the last part: the engine keeps the order, and after a failure all fail
+
+    def _parts(self, names: tuple[str, ...]) -> list[tuple[str, ...]]:
+        """Return the buckets of the run that is resumed, where this one is made of them.
+
+        DDP begins with a single bucket and cuts it after the first step. A resumed run has to begin with the cut one,
+        or chunks and draws of its first step would be others than in an uninterrupted run.
+        """
+        members = set(names)
+        planned = [part for part in self._planned if members.issuperset(part)]
+        whole = sum(map(len, planned)) == len(names) and not isinstance(self._running().codec, Identity)
+        return planned if whole else [names]
+
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        """Let the bit controller see the loss."""
+        super().pre_backward(closure_loss)
+        if self._bits is not None:
+            self._bits.add_loss(closure_loss)
 
     def post_backward(self, closure_loss: Tensor) -> None:
         """Count how long backward waited for the network after its own work was done."""
         super().post_backward(closure_loss)
         if self._last_hook is not None:
-            self._wait_seconds += perf_counter() - self._last_hook
+            self._step_wait = perf_counter() - self._last_hook
+            self._wait_seconds += self._step_wait
             self._last_hook = None
 
     def optimizer_step(
@@ -171,19 +215,37 @@ class CompressedDDPStrategy(DDPStrategy):
         self._executed = False
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
         if self.engine is not None:
-            if self._executed:
-                self.engine.commit()
-            else:
-                self.engine.rollback()
+            self._end_step(self.engine)
         return output
+
+    def _end_step(self, engine: CommEngine) -> None:
+        if self._executed:
+            engine.commit()
+            self._skipped = 0
+        else:
+            engine.rollback()
+            self._skipped += 1
+            check_skipped(self._skipped, self._module(), self._loss_scale())
+        if engine.nonfinite is not None and self._scaler() is None:
+            rank_zero_warn(
+                f"the gradient of {engine.nonfinite} is not finite on some process; it reaches the optimiser as it is, "
+                "and the residuals keep their values",
+                category=RobustDistWarning,
+            )
+        engine.nonfinite = None
+        if self._bits is not None:
+            self._bits.end_step(engine, self._step_wait, executed=self._executed)
 
     def _note_execution(self, optimizer: Any, *_: Any) -> None:
         # fused optimisers are called in any case and skip the update themselves
         found_inf = getattr(optimizer, "found_inf", None)
         self._executed = found_inf is None or not bool(found_inf)
 
+    def _scaler(self) -> Any:
+        return getattr(self.precision_plugin, "scaler", None)
+
     def _loss_scale(self) -> float:
-        scaler = getattr(self.precision_plugin, "scaler", None)
+        scaler = self._scaler()
         return 1.0 if scaler is None else float(scaler.get_scale())
 
     # --- checkpoints
@@ -199,7 +261,8 @@ class CompressedDDPStrategy(DDPStrategy):
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Load, and keep the state of the communication until there is one."""
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only=weights_only)
-        self._loaded = checkpoint.get(KEY)
+        if self._module().trainer.state.fn == "fit":
+            self._loaded = checkpoint.get(KEY)
         return checkpoint
 
     def _state(self, engine: CommEngine) -> dict[str, Any]:
@@ -212,12 +275,18 @@ class CompressedDDPStrategy(DDPStrategy):
             )
             mode = "reset"
         sizes = {name: parameter.numel() for name, parameter in self._module().named_parameters()}
-        return {"step": self._step, **save_residuals(engine, mode, sizes)}
+        return {
+            "step": self._step,
+            "buckets": [list(names) for names in self._buckets],
+            "bits": None if self._bits is None else self._bits.state_dict(),
+            **save_residuals(engine, mode, sizes),
+        }
 
     def _restore(self) -> None:
         state, self._loaded = self._loaded, None
         if state is not None and self.engine is not None:
             self._step = state["step"]
+            self._planned = [tuple(names) for names in state["buckets"]]
             load_residuals(self.engine, state, self.global_rank)
 
     # --- figures
@@ -232,7 +301,24 @@ class CompressedDDPStrategy(DDPStrategy):
         stats = self._final_stats if self.engine is None else self.engine.comm_stats()
         return {**stats, "wait_seconds": self._wait_seconds}
 
+    @property
+    def chosen_bits(self) -> int | None:
+        """Bits that the controller chose for the next step, or None without one."""
+        return None if self._bits is None else self._bits.controller.bits
+
     # --- small things
+
+    def _codec(self, module: LightningModule) -> Compressor:
+        """Return the codec to begin with."""
+        if self._bits is not None:
+            return self._bits.codec()
+        if self.compressor is not None:
+            return self.compressor
+        numel = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
+        link = measure_link(device=self.root_device)
+        codec = pick_compressor(numel, link, device=self.root_device)
+        rank_zero_info(f"compressor='auto': {link}, {numel:,} elements: {codec!r}")
+        return codec
 
     def _module(self) -> LightningModule:
         module = self.lightning_module

@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from robustdist._lightning import Callback, GradientAccumulationScheduler, LightningModule, Trainer
 from robustdist.errors import UsageError
 
-__all__ = ["check_module", "check_options", "check_trainer", "check_wrapped"]
+__all__ = ["check_module", "check_options", "check_skipped", "check_trainer", "check_wrapped"]
+
+#: Steps that a gradient scaler may skip one after the other; it finds its scale in some twenty.
+_MAX_SKIPPED = 100
 
 _HOOKS = ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period")
 
@@ -79,3 +83,24 @@ def check_wrapped(model: DistributedDataParallel) -> None:
             "torch._dynamo.config.optimize_ddp='python_reducer' and compressor exclude each other: "
             "set optimize_ddp to True"
         )
+
+
+def check_skipped(skipped: int, module: LightningModule, loss_scale: float) -> None:
+    """Stop a training in which a gradient scaler skips every step.
+
+    Args:
+        skipped: Steps skipped one after the other.
+        module: The module with the gradients of the last one.
+        loss_scale: Present factor of the scaler.
+
+    Raises:
+        RuntimeError: Naming the first parameter whose gradient is not finite.
+    """
+    if skipped < _MAX_SKIPPED:
+        return
+    gradients = ((name, parameter.grad) for name, parameter in module.named_parameters() if parameter.grad is not None)
+    name = next((name for name, grad in gradients if not bool(torch.isfinite(grad).all())), None)
+    raise RuntimeError(
+        f"{skipped} optimiser steps in a row were skipped, at loss scale {loss_scale:g}: the gradient of "
+        f"{name or 'a parameter'} is not finite; lower the learning rate, or train in precision bf16-mixed or 32"
+    )

@@ -35,7 +35,9 @@ PUBLIC = {
         "FriendlyPGD", "LinearRamp", "NoiseFGSM", "Piecewise", "Pixels", "Problem", "Schedule", "Square", "TokenPGD",
         "TorchAttack",
     ],
-    "robustdist.callbacks": ["AdversarialTraining", "CatastrophicOverfittingGuard", "RobustEvaluation"],
+    "robustdist.callbacks": [
+        "AdversarialTraining", "CatastrophicOverfittingGuard", "CommunicationMonitor", "RobustEvaluation",
+    ],
     "robustdist.comm": [
         "BF16", "DGC", "EF21", "FP8", "FP16", "QSGD", "BitController", "BitSchedule", "Compressor", "ErrorFeedback",
         "FixedBits", "Identity", "Int8", "MQGrad", "Memory", "Natural", "Payload", "PowerSGD", "RandomK",

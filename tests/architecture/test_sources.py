@@ -25,7 +25,7 @@ _GROUND = {"types", "errors"}
 _BELOW_OBJECTIVES = {*_GROUND, "core", "attacks"}
 #: What each part of robustdist may import. A new package gets a row here and one in docs/design/foundation.md.
 MAY_IMPORT: dict[str, set[str]] = {
-    "__init__": {"errors"},
+    "__init__": {"errors", "strategies"},
     "errors": set(),
     "types": {"errors"},
     "_lightning": {"errors"},
@@ -39,7 +39,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "diagnostics": {*_BELOW_OBJECTIVES, "report", "evaluation"},
     "bench": {*_BELOW_OBJECTIVES, "objectives", "evaluation", "callbacks", "comm", "strategies", "data", "_lightning"},
     "data": {*_GROUND, "core", "_lightning"},
-    "callbacks": {*_BELOW_OBJECTIVES, "objectives", "evaluation", "diagnostics", "report", "_lightning"},
+    "callbacks": {*_BELOW_OBJECTIVES, "objectives", "evaluation", "diagnostics", "report", "strategies", "_lightning"},
     "strategies": {*_GROUND, "core", "comm", "optim", "_lightning"},
     "cli": {*_BELOW_OBJECTIVES, "evaluation", "callbacks", "report", "bench", "data", "_lightning", "__init__"},
     "configs": set(),
