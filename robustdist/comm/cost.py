@@ -95,10 +95,12 @@ def choose(
     chunks do (so always for two ranks: it rounds once), and chunks otherwise.
 
     Raises:
-        UsageError: If ``collective`` is unknown, or "native" for a codec whose payloads cannot be added.
+        UsageError: If ``collective`` or ``sides`` is unknown, or "native" for a codec whose payloads cannot be added.
     """
     if collective not in (*COLLECTIVES, "auto"):
         raise UsageError(f"collective={collective!r} must be one of {', '.join(COLLECTIVES)} or auto")
+    if sides not in (1, 2):
+        raise UsageError(f"sides={sides!r} must be 1 (workers compress) or 2 (averages are compressed too)")
     if collective == "native" and not codec.linear:
         raise UsageError(f"collective='native' adds payloads, which those of {codec!r} do not allow: use 'auto'")
     if collective != "auto":

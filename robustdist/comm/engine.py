@@ -89,8 +89,6 @@ class CommEngine:
         segment: int = 2 * 1024 * 1024,
         timeout: float | None = None,
     ) -> None:
-        if sides not in (1, 2):
-            raise UsageError(f"sides={sides!r} must be 1 (workers compress) or 2 (averages are compressed too)")
         if isinstance(codec, PowerSGD):
             raise UsageError("PowerSGD needs whole matrices, which this engine does not reduce: use another compressor")
         if timeout is not None and group is not None:

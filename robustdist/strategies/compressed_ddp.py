@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from robustdist._lightning import DDPStrategy, LightningModule, Trainer, rank_zero_info, rank_zero_warn
 from robustdist.comm import QSGD, Compressor, Identity, make_compressor
 from robustdist.comm.controller import BitController
-from robustdist.comm.cost import Collective
+from robustdist.comm.cost import Collective, choose
 from robustdist.comm.engine import CommEngine
 from robustdist.comm.link import measure_link, pick_compressor
 from robustdist.comm.residual_state import RESIDUALS, Residuals, load_residuals, save_residuals
@@ -25,6 +25,7 @@ from robustdist.errors import RobustDistWarning, UsageError
 from robustdist.strategies.bit_control import BitControl
 from robustdist.strategies.comm_hook import GradBucket, make_hook
 from robustdist.strategies.refusals import check_module, check_options, check_skipped, check_trainer, check_wrapped
+from robustdist.types import check_count
 
 __all__ = ["CompressedDDPStrategy"]
 
@@ -93,6 +94,9 @@ class CompressedDDPStrategy(DDPStrategy):
             self.compressor = make_compressor(compressor)
         if bits is not None and self.compressor is None:
             raise UsageError("bits and compressor='auto' exclude each other: give compressor=QSGD(), or leave out bits")
+        choose(self.compressor or Identity(), 1, 2, collective, sides)
+        for option, value in (("small", small), ("segment", segment)):
+            check_count(value, option)
         self._bits = None if bits is None or self.compressor is None else BitControl(bits, self.compressor)
         self.residuals: Residuals = residuals
         self._options = options
