@@ -10,6 +10,7 @@ from robustdist.comm.float_codes import FP8, Natural
 from robustdist.comm.low_rank import PowerSGD
 from robustdist.comm.mqgrad import MQGrad
 from robustdist.comm.quantize import QSGD, Int8, TernGrad
+from robustdist.comm.reducer import MomentumReducer
 from robustdist.comm.registry import make_compressor, make_controller
 from robustdist.comm.samples import SampleQuantizer
 from robustdist.comm.sign import Sign
@@ -31,6 +32,7 @@ __all__ = [
     "Int8",
     "MQGrad",
     "Memory",
+    "MomentumReducer",
     "Natural",
     "Payload",
     "PowerSGD",

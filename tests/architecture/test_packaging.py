@@ -40,8 +40,8 @@ PUBLIC = {
     ],
     "robustdist.comm": [
         "BF16", "DGC", "EF21", "FP8", "FP16", "QSGD", "BitController", "BitSchedule", "Compressor", "ErrorFeedback",
-        "FixedBits", "Identity", "Int8", "MQGrad", "Memory", "Natural", "Payload", "PowerSGD", "RandomK",
-        "SampleQuantizer", "Sign", "TernGrad", "TopK", "make_compressor", "make_controller",
+        "FixedBits", "Identity", "Int8", "MQGrad", "Memory", "MomentumReducer", "Natural", "Payload",
+        "PowerSGD", "RandomK", "SampleQuantizer", "Sign", "TernGrad", "TopK", "make_compressor", "make_controller",
     ],
     "robustdist.data": [
         "DigitsDataModule", "FashionMNISTDataModule", "ImageDataModule", "MNIST5kDataModule", "Parts",
@@ -51,7 +51,7 @@ PUBLIC = {
         "AWP", "DAT", "FGSMRS", "MART", "NFGSM", "PGDAT", "TRADES", "ConAdv", "FastBAT", "FreeAT", "FreeLB",
         "FriendlyAT", "GradAlign", "Objective", "ObjectiveContext",
     ],
-    "robustdist.optim": ["LALR"],
+    "robustdist.optim": ["LALR", "OneBitAdam"],
     "robustdist.strategies": ["CompressedDDPStrategy", "QuantizedDataStrategy"],
     "robustdist.evaluation": ["Records", "RobustTally", "SavedExamples", "load_examples", "remeasure"],
     "robustdist.diagnostics": [
