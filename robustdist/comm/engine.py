@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import threading
-import traceback
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from datetime import timedelta
 from queue import SimpleQueue
 from time import perf_counter
-from typing import Any, Literal, cast
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from robustdist.comm.base import Compressor
+from robustdist.comm.buckets import Bucket, Buckets, Cut, Signature
 from robustdist.comm.cast import Identity
 from robustdist.comm.collectives import Chunked, Exchange, Gather, Key, Native, chunks, run_pipelined
 from robustdist.comm.cost import Collective, choose, dense_bytes, keeps_residuals
@@ -25,26 +23,11 @@ from robustdist.comm.jobs import Job, Stats
 from robustdist.comm.layout import Layout, Place
 from robustdist.comm.low_rank import PowerSGD
 from robustdist.comm.owner import OwnerResiduals
+from robustdist.comm.wire import RankError, Wire
 from robustdist.errors import RobustDistWarning, UsageError
 from robustdist.types import check_count
 
 __all__ = ["CommEngine", "RankError"]
-
-
-class RankError(RuntimeError):
-    """Another rank, or this one, failed in the communication thread; the text names it."""
-
-
-@dataclass
-class Bucket:
-    """Layout, collectives and buffers for one set of parameters; ``side`` ends with the note and the failure count."""
-
-    layout: Layout
-    kinds: tuple[Collective, ...]
-    flat: Tensor
-    mean: Tensor
-    sent: Tensor
-    side: Tensor
 
 
 class CommEngine:
@@ -89,12 +72,6 @@ class CommEngine:
         segment: int = 2 * 1024 * 1024,
         timeout: float | None = None,
     ) -> None:
-        if isinstance(codec, PowerSGD):
-            raise UsageError("PowerSGD needs whole matrices, which this engine does not reduce: use another compressor")
-        if timeout is not None and group is not None:
-            raise UsageError(f"timeout={timeout!r} is for the engine's own group: give it to the group that you made")
-        if timeout is not None and not timeout > 0:
-            raise UsageError(f"timeout={timeout!r} must be a positive number of seconds")
         self.error_feedback, self.sides, self.collective = error_feedback, sides, collective
         self.small, self.segment = check_count(small, "small"), check_count(segment, "segment")
         self.codec = self._usable(codec)
@@ -108,14 +85,10 @@ class CommEngine:
         self.note: tuple[float, ...] = ()
         self.nonfinite: str | None = None
         self.stats = Stats()
-        self._own_group: dist.ProcessGroup | None = None
-        if group is None:
-            limit = None if timeout is None else timedelta(seconds=timeout)
-            group = self._own_group = cast("dist.ProcessGroup", dist.new_group(timeout=limit))
-        self._group = group
-        self.rank, self.world_size = dist.get_rank(self._group), dist.get_world_size(self._group)
-        self._agree()
-        self._buckets: dict[Any, Bucket] = {}
+        self._wire = Wire(group, timeout, self.stats)
+        self.rank, self.world_size = self._wire.rank, self._wire.world_size
+        self._wire.open(self._settings())
+        self._buckets = Buckets(self._cut, self._give_back, copies=2 if self.memory is None else 3)
         self._failed: BaseException | None = None
         self._step: int | None = None
         self._jobs: SimpleQueue[Job | Compressor | None] = SimpleQueue()
@@ -185,9 +158,8 @@ class CommEngine:
                 RobustDistWarning,
                 stacklevel=2,
             )
-        elif self._own_group is not None and self._failed is None and dist.is_initialized():
-            dist.destroy_process_group(self._own_group)
-            self._own_group = None
+        else:
+            self._wire.close(healthy=self._failed is None)
 
     def comm_stats(self) -> dict[str, float]:
         """Return counters: buckets, steps, bytes sent by this rank, bytes of float32, their ratio, seconds.
@@ -237,17 +209,19 @@ class CommEngine:
         try:
             if self._failed is not None:
                 raise self._failed
+            self._wire.listen()
             if isinstance(job, Compressor):
                 self._change(job)
             else:
                 self._work(job)
         except Exception as error:  # whatever it is, backward has to end with it
-            self._failed = error
+            self._failed = self._failed or self._wire.tell(error)
             if isinstance(job, Job):
-                job.future.set_exception(error)  # type: ignore[arg-type]  # its annotation asks for a result
+                job.future.set_exception(self._failed)  # type: ignore[arg-type]  # its annotation asks for a result
 
     def _work(self, job: Job) -> None:
         begin = perf_counter()
+        self.stats.begun += 1
         with torch.no_grad():
             self._reduce(job)
         self.stats.calls += 1
@@ -259,12 +233,8 @@ class CommEngine:
     def _change(self, codec: Compressor) -> None:
         """Go on with another codec; a bucket is laid out anew if its blocks or collectives are others with it."""
         self.codec = codec
-        self._agree()
-        self._buckets = {
-            key: bucket
-            for key, bucket in self._buckets.items()
-            if bucket.layout.block == codec.block and bucket.kinds == self._kinds(bucket.layout)
-        }
+        self._wire.compare(self._settings())
+        self._buckets.recut()
 
     def _reduce(self, job: Job) -> None:
         numel = sum(grad.numel() for grad in job.grads.values())
@@ -274,14 +244,14 @@ class CommEngine:
             return
         if isinstance(self.codec, Identity):
             # what DDP does by itself, bit for bit
-            self._mean(job.buffer)
+            self._wire.mean(job.buffer)
             if job.note:
                 note = torch.tensor(job.note, device=job.buffer.device)
-                self._mean(note)
+                self._wire.mean(note)
                 self.note = tuple(note.tolist())
             return
-        bucket = self._bucket(job)
-        layout, flat, side = bucket.layout, bucket.flat, bucket.side
+        bucket = self._buckets.find(job.grads, job.buffer)
+        layout, flat, side = bucket.cut.layout, bucket.flat, bucket.make_side(len(job.note) + 1)
         errors: list[Exception] = []
         try:
             layout.load(job.grads, flat, side)
@@ -303,15 +273,22 @@ class CommEngine:
                 self.memory.dense(place.name, place.of(side), scale=self.scale)
         layout.store(bucket.mean, side, job.grads)
 
-    def _kinds(self, layout: Layout) -> tuple[Collective, ...]:
-        """Choose a collective for every segment."""
+    def _cut(self, signature: Signature) -> Cut:
+        """Lay parameters out and choose a collective for every segment."""
+        layout = Layout(signature, block=self.codec.block, small=self.small)
         sizes = [min(self.segment, layout.total - begin) for begin in range(0, layout.total, self.segment)]
-        return tuple(choose(self.codec, size, self.world_size, self.collective, self.sides) for size in sizes)
+        kinds = tuple(choose(self.codec, size, self.world_size, self.collective, self.sides) for size in sizes)
+        return Cut(layout, kinds)
 
-    def _own_chunks(self, bucket: Bucket) -> list[tuple[int, int]]:
+    def _give_back(self, cut: Cut) -> None:
+        """Let no owner keep anything of a chunk that is no longer its own."""
+        if self.owned is not None and isinstance(self.memory, ErrorFeedback):
+            self.owned.give_back(cut.layout, self._own_chunks(cut), self.memory, self.world_size)
+
+    def _own_chunks(self, cut: Cut) -> list[tuple[int, int]]:
         """Begin and end of the chunks that this rank averages."""
-        total, own = bucket.layout.total, []
-        for place, kind in enumerate(bucket.kinds):
+        total, own = cut.layout.total, []
+        for place, kind in enumerate(cut.kinds):
             if kind == "chunked":
                 first = place * self.segment
                 begin, end = chunks(min(self.segment, total - first), self.world_size, self.codec.block)[self.rank]
@@ -320,34 +297,20 @@ class CommEngine:
 
     def _exchanges(self, bucket: Bucket, job: Job) -> list[Exchange]:
         """Cut the flat buffer into segments."""
-        layout, exchanges = bucket.layout, list[Exchange]()
-        for place, kind in enumerate(bucket.kinds):
+        layout, exchanges = bucket.cut.layout, list[Exchange]()
+        wait = self._wire.wait if job.buffer.device.type == "cpu" else None
+        for place, kind in enumerate(bucket.cut.kinds):
             begin = place * self.segment
             part = slice(begin, min(begin + self.segment, layout.total))
             key = Key(job.step, f"{layout.places[0].name}/{begin}")
             own = bucket.sent[part] if self.memory is not None else None
-            what = (bucket.flat[part], bucket.mean[part], self.codec, self._group, key)
+            what = (bucket.flat[part], bucket.mean[part], self.codec, self._wire.group, key)
             if kind == "chunked":
                 owner = None if self.owned is None else self.owned.view(layout, begin, self.scale)
-                exchanges.append(Chunked(*what, sent=own, wait=self._wait, sides=self.sides, owner=owner))
+                exchanges.append(Chunked(*what, sent=own, wait=wait, sides=self.sides, owner=owner))
             else:
-                exchanges.append((Gather if kind == "gather" else Native)(*what, sent=own, wait=self._wait))
+                exchanges.append((Gather if kind == "gather" else Native)(*what, sent=own, wait=wait))
         return exchanges
-
-    def _wait(self, work: dist.Work) -> None:
-        """Wait for a collective in flight, and count the time."""
-        begin = perf_counter()
-        work.wait()
-        self.stats.wait_seconds += perf_counter() - begin
-
-    def _mean(self, values: Tensor) -> None:
-        """Replace values by their mean over the ranks."""
-        values.mul_(1 / self.world_size)
-        self._sum(values)
-
-    def _sum(self, values: Tensor) -> None:
-        self._wait(dist.all_reduce(values, group=self._group, async_op=True))
-        self.stats.bytes_sent += int(dense_bytes(values.numel(), self.world_size))
 
     def _meet(self, side: Tensor, note: tuple[float, ...], errors: list[Exception]) -> None:
         """Reduce the small parameters and the note; the last element counts failed ranks: all raise if there is one."""
@@ -355,15 +318,10 @@ class CommEngine:
         side[end:-1] = torch.tensor(note)
         side.mul_(1 / self.world_size)
         side[-1] = float(bool(errors))
-        self._sum(side)
-        if side[-1] == 0:
-            self.note = tuple(side[end:-1].tolist()) or self.note
-            return
-        texts: list[str | None] = [None] * self.world_size
-        own = "".join(traceback.format_exception(errors[0])) if errors else None
-        dist.all_gather_object(texts, own, group=self._group)
-        told = [f"rank {rank}: {text}" for rank, text in enumerate(texts) if text is not None]
-        raise RankError("communication failed\n" + "\n".join(told)) from (errors[0] if errors else None)
+        self._wire.sum(side)
+        if side[-1] != 0:
+            self._wire.confess(errors[0] if errors else None)
+        self.note = tuple(side[end:-1].tolist()) or self.note
 
     def _finish(self, place: Place, mean: Tensor) -> None:
         """Let the memory see the mean; what is not finite is undone for owners as well."""
@@ -375,33 +333,8 @@ class CommEngine:
                 self.owned.undo_parameter(place.name)
         self.memory.finish(place.name, place.of(mean), scale=self.scale)
 
-    def _bucket(self, job: Job) -> Bucket:
-        """Return what belongs to the parameters of a bucket; a new one replaces those that share any with it."""
-        signature = tuple((name, tuple(grad.shape)) for name, grad in job.grads.items())
-        bucket = self._buckets.get(signature)
-        if bucket is None:
-            layout = Layout(signature, block=self.codec.block, small=self.small)
-            names = set(job.grads)
-            self._buckets = {key: kept for key, kept in self._buckets.items() if not names & {name for name, _ in key}}
-            copies = 2 if self.memory is None else 3
-            flats = [job.buffer.new_empty(layout.total, dtype=torch.float32) for _ in range(copies)]
-            bucket = Bucket(layout, self._kinds(layout), flats[0], flats[1], flats[-1], flats[0][:0])
-            self._buckets[signature] = bucket
-            if self.owned is not None and isinstance(self.memory, ErrorFeedback):
-                self.owned.give_back(layout, self._own_chunks(bucket), self.memory, self.world_size)
-        length = bucket.layout.side_total + len(job.note) + 1
-        if len(bucket.side) != length:
-            bucket.side = job.buffer.new_empty(length, dtype=torch.float32)
-        return bucket
-
-    def _agree(self) -> None:
-        """Compare the settings of all ranks."""
-        own = repr((self.codec, self.error_feedback, self.sides, self.collective, self.small, self.segment))
-        settings: list[str] = [own] * self.world_size
-        dist.all_gather_object(settings, own, group=self._group)
-        if len(set(settings)) > 1:
-            told = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(settings))
-            raise UsageError(f"compressor: the ranks have different settings, give all of them the same ({told})")
+    def _settings(self) -> str:
+        return repr((self.codec, self.error_feedback, self.sides, self.collective, self.small, self.segment))
 
 
 def _kind(memory: Memory | None) -> str:

@@ -24,8 +24,12 @@ class Job:
 
 @dataclass
 class Stats:
-    """Counters since the start; of the seconds, ``codec`` is encoding and decoding, ``wait`` is for other ranks."""
+    """Counters since the start: buckets begun and done, steps, bytes, seconds.
 
+    Of the seconds, ``codec`` is encoding and decoding, ``wait`` is for other ranks.
+    """
+
+    begun: int = 0
     calls: int = 0
     steps: int = 0
     bytes_sent: int = 0

@@ -171,7 +171,7 @@ def test_the_end_of_the_engine_is_the_end_of_its_group():
     def run(rank: int) -> float:
         engine, other = CommEngine(Int8()), CommEngine(Int8())
         reduce(engine, rank, 0)
-        group = engine._group
+        group = engine._wire.group
         engine.close()
         engine.close()
         with pytest.raises(ValueError, match="Invalid process group"):
