@@ -78,9 +78,9 @@ class RollCall:
             if self._closing:
                 self._answer()
             else:
-                self._verdict = self._hold()
-        except RuntimeError as error:  # what a store raises whose host has died
-            self._verdict = _host_is_gone(self._text or str(error))
+                self._hold()
+        except RuntimeError as error:  # what a store raises whose host has died, or has left after its own verdict
+            self._verdict = self._verdict or _host_is_gone(self._text or str(error))
         for event in (self._called, self._written_down, self._over):
             event.set()
 
@@ -94,7 +94,7 @@ class RollCall:
     def _written(self, key: str) -> bool:
         return bool(self._store.check([f"{self._name}/{key}"]))
 
-    def _hold(self) -> str:
+    def _hold(self) -> None:
         self._write("called")
         self._called.set()
         self._answer()
@@ -103,9 +103,9 @@ class RollCall:
         missing = self._wait_for("here", everybody, PATIENCE)
         present = [rank for rank in everybody if rank not in missing]
         answers = {rank: json.loads(self._store.get(f"{self._name}/here/{rank}")) for rank in present}
+        self._verdict = self._describe(answers, missing)
         self._write(f"read/{self._rank}")
         self._wait_for("read", (rank for rank in present if not answers[rank]["closed"]), _FAREWELL)
-        return self._describe(answers, missing)
 
     def _wait_for(self, key: str, ranks: Iterable[int], seconds: float) -> list[int]:
         """Return the ranks that have not written ``key`` in time."""

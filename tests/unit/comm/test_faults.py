@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch):
     """Forked processes inherit it."""
-    monkeypatch.setattr(roll_call, "PATIENCE", 1.0)
+    monkeypatch.setattr(roll_call, "PATIENCE", 2.0)
 
 
 def survivors(folder: Path, world_size: int, victim: int, run: Callable[[int], str], *, limit: float) -> list[str]:
