@@ -30,6 +30,7 @@ class MomentumReducer:
 
     Attributes:
         engine: The engine.
+        calls: Number of averages so far, which the draws of a codec depend on.
 
     Example:
         Ready for several processes::
@@ -40,7 +41,7 @@ class MomentumReducer:
 
     def __init__(self, codec: Compressor | None = None, **options: Any) -> None:
         self.engine = CommEngine(Sign() if codec is None else codec, **options)
-        self._calls = 0
+        self.calls = 0
         self._buffer = torch.empty(0)
 
     def __call__(self, tensors: Mapping[str, Tensor]) -> None:
@@ -65,9 +66,9 @@ class MomentumReducer:
                 known = tensor.numel() % len(last)
                 last[known:] = last[:known].abs().mean()
             begin += sizes[name]
-        self.engine.submit(parts, self._buffer, step=self._calls).wait()
+        self.engine.submit(parts, self._buffer, step=self.calls).wait()
         self.engine.commit()
-        self._calls += 1
+        self.calls += 1
         for name, tensor in tensors.items():
             tensor.copy_(parts[name][: tensor.numel()].view(tensor.shape))
 
@@ -86,7 +87,7 @@ class MomentumReducer:
         return {
             "rank": self.engine.rank,
             "world_size": self.engine.world_size,
-            "calls": self._calls,
+            "calls": self.calls,
             "sender": {} if memory is None else memory.state_dict(),
             "owner": {} if owned is None else owned.state_dict(),
         }
@@ -103,7 +104,7 @@ class MomentumReducer:
                 f"reduce: the residuals are those of rank {saved[0]} of {saved[1]} and this is rank {here[0]} of "
                 f"{here[1]}: give every rank its own, or start without them"
             )
-        self._calls = int(state["calls"])
+        self.calls = int(state["calls"])
         if self.engine.memory is not None:
             self.engine.memory.load_state_dict(state["sender"])
         if self.engine.owned is not None:

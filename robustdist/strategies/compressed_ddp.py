@@ -23,7 +23,9 @@ from robustdist.comm.link import measure_link, pick_compressor
 from robustdist.comm.residual_state import RESIDUALS, Residuals, load_residuals, save_residuals
 from robustdist.errors import RobustDistWarning, UsageError
 from robustdist.strategies.bit_control import BitControl
+from robustdist.strategies.bucket_router import BucketRouter
 from robustdist.strategies.comm_hook import GradBucket, make_hook
+from robustdist.strategies.momentum_sync import MomentumSync
 from robustdist.strategies.refusals import check_module, check_options, check_skipped, check_trainer, check_wrapped
 from robustdist.types import check_count
 
@@ -104,6 +106,8 @@ class CompressedDDPStrategy(DDPStrategy):
             "error_feedback": error_feedback,
             "sides": sides,
             "collective": collective,
+        }
+        self._transport: dict[str, Any] = {
             "small": small,
             "segment": segment,
             "timeout": None if timeout is None else timeout.total_seconds(),
@@ -111,15 +115,22 @@ class CompressedDDPStrategy(DDPStrategy):
         self.engine: CommEngine | None = None
         self._names: dict[int, str] = {}
         self._step = 0
-        self._buckets: list[tuple[str, ...]] = []
-        self._planned: list[tuple[str, ...]] = []
+        self._router = BucketRouter()
+        self._momenta: MomentumSync | None = None
         self._executed = False
         self._skipped = 0
         self._counters: list[RemovableHandle] = []
         self._loaded: Mapping[str, Any] | None = None
         self._last_hook: float | None = None
         self._step_wait = self._wait_seconds = 0.0
-        self._final_stats: dict[str, float] = {"calls": 0, "steps": 0, "bytes_sent": 0, "bytes_dense": 0, "ratio": 1.0}
+        self._final_stats: dict[str, float] = {
+            "calls": 0,
+            "steps": 0,
+            "bytes_sent": 0,
+            "bytes_dense": 0,
+            "ratio": 1.0,
+            "wait_seconds": 0.0,
+        }
 
     # --- start and end
 
@@ -128,6 +139,8 @@ class CompressedDDPStrategy(DDPStrategy):
         check_trainer(trainer, self._options)
         super().setup(trainer)
         if self.engine is not None:
+            self._momenta = MomentumSync.find(self.optimizers, trainer, self._scaler(), **self._transport)
+            self._restore(self.engine)
             self._counters = [optimizer.register_step_post_hook(self._note_execution) for optimizer in self.optimizers]
 
     def configure_ddp(self) -> None:
@@ -143,10 +156,9 @@ class CompressedDDPStrategy(DDPStrategy):
         self._close()
         if self._loaded is not None and self._bits is not None and self._loaded["bits"] is not None:
             self._bits.load_state_dict(self._loaded["bits"])
-        self.engine = CommEngine(self._codec(module), **self._engine_options)
+        self.engine = CommEngine(self._codec(module), **self._engine_options, **self._transport)
         if self.engine.world_size == 1:
             rank_zero_info(f"{type(self).__name__}: a single process sends nothing, so nothing is compressed")
-        self._restore()
         model.register_comm_hook(None, make_hook(self._reduce))
 
     def teardown(self) -> None:
@@ -159,7 +171,10 @@ class CompressedDDPStrategy(DDPStrategy):
             counter.remove()
         self._counters = []
         if self.engine is not None:
-            self._final_stats = self.engine.comm_stats()
+            self._final_stats = self._stats(self.engine)
+            if self._momenta is not None:
+                self._momenta.close()
+                self._momenta = None
             self.engine.close()
             self.engine = None
 
@@ -171,28 +186,21 @@ class CompressedDDPStrategy(DDPStrategy):
         names = [self._names[id(parameter)] for parameter in bucket.parameters()]
         grads = dict(zip(names, bucket.gradients(), strict=True))
         engine.scale = self._loss_scale()
-        if bucket.index() == 0:
-            self._buckets = []
-        parts = self._parts(tuple(names))
-        for part in parts:
+
+        def submit(part: dict[str, Tensor], buffer: Tensor) -> torch.futures.Future[Tensor]:
             note = () if self._bits is None else self._bits.note()
-            future = engine.submit({name: grads[name] for name in part}, bucket.buffer(), step=self._step, note=note)
-        self._buckets += parts
+            return engine.submit(part, buffer, step=self._step, note=note)
+
+        if self._momenta is not None and not self._momenta.wants_gradients:
+            # every rank keeps its own gradient
+            future: torch.futures.Future[Tensor] = torch.futures.Future()
+            future.set_result(bucket.buffer())
+            return future
+        is_first, is_last = bucket.index() == 0, bucket.is_last()
+        future = self._router.route(grads, bucket.buffer(), submit, is_first=is_first, is_last=is_last)
         self._last_hook = perf_counter()
-        if bucket.is_last():
-            self._step += 1
-        return future  # of the last part: the engine keeps the order, and after a failure all fail
-
-    def _parts(self, names: tuple[str, ...]) -> list[tuple[str, ...]]:
-        """Return the buckets of the run that is resumed, where this one is made of them.
-
-        DDP begins with a single bucket and cuts it after the first step. A resumed run has to begin with the cut one,
-        or chunks and draws of its first step would be others than in an uninterrupted run.
-        """
-        members = set(names)
-        planned = [part for part in self._planned if members.issuperset(part)]
-        whole = sum(map(len, planned)) == len(names) and not isinstance(self._running().codec, Identity)
-        return planned if whole else [names]
+        self._step += is_last
+        return future
 
     def pre_backward(self, closure_loss: Tensor) -> None:
         """Let the bit controller see the loss."""
@@ -281,17 +289,24 @@ class CompressedDDPStrategy(DDPStrategy):
         sizes = {name: parameter.numel() for name, parameter in self._module().named_parameters()}
         return {
             "step": self._step,
-            "buckets": [list(names) for names in self._buckets],
+            "buckets": [list(names) for names in self._router.sent],
+            "momenta": None if self._momenta is None else self._momenta.state_dict(mode),
             "bits": None if self._bits is None else self._bits.state_dict(),
             **save_residuals(engine, mode, sizes),
         }
 
-    def _restore(self) -> None:
+    def _restore(self, engine: CommEngine) -> None:
         state, self._loaded = self._loaded, None
-        if state is not None and self.engine is not None:
-            self._step = state["step"]
-            self._planned = [tuple(names) for names in state["buckets"]]
-            load_residuals(self.engine, state, self.global_rank)
+        if state is None:
+            return
+        self._step = state["step"]
+        if not isinstance(engine.codec, Identity):
+            # DDP begins with a single bucket and cuts it after the first step. A resumed run has to begin with the cut
+            # one, or chunks and draws of its first step would be others than in an uninterrupted run.
+            self._router = BucketRouter([tuple(names) for names in state["buckets"]])
+        load_residuals(engine, state, self.global_rank)
+        if self._momenta is not None and state["momenta"] is not None:
+            self._momenta.load_state_dict(state["momenta"], self.global_rank)
 
     # --- figures
 
@@ -302,8 +317,11 @@ class CompressedDDPStrategy(DDPStrategy):
         ``bytes_dense``: what an all-reduce of float32 would have sent; ``ratio``: the latter over the former;
         ``wait_seconds``: how long backward waited for the network after its own work was done.
         """
-        stats = self._final_stats if self.engine is None else self.engine.comm_stats()
-        return {**stats, "wait_seconds": self._wait_seconds}
+        return self._final_stats if self.engine is None else self._stats(self.engine)
+
+    def _stats(self, engine: CommEngine) -> dict[str, float]:
+        stats = {**engine.comm_stats(), "wait_seconds": self._wait_seconds}
+        return stats if self._momenta is None else self._momenta.add_stats(stats)
 
     @property
     def chosen_bits(self) -> int | None:
