@@ -1,4 +1,4 @@
-"""One rank of a training in which rank 1 dies or stops in the fourth step: ``python -m tests.standalone.comm_faults kill``."""
+"""One rank of a training in which rank 1 dies or stops in the fourth step; the argument is "kill" or "stop"."""
 
 import os
 import signal
