@@ -23,7 +23,7 @@ def single(tmp_path_factory):
     return torch.load(f"{path}.0")
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "ddp_find_unused", "ddp_spawn"])
+@pytest.mark.parametrize("strategy", ["ddp", "ddp_find_unused", "ddp_spawn", "compressed", "compressed_spawn"])
 def test_two_started_processes_train_as_one(tmp_path, single, strategy):
     path = tmp_path / "result"
     finished = subprocess.run(

@@ -14,8 +14,10 @@ from torch.utils.data import DataLoader, Sampler, TensorDataset
 
 from robustdist.attacks import PGD
 from robustdist.callbacks import AdversarialTraining, RobustEvaluation
+from robustdist.comm import Identity
 from robustdist.core.testing import TinyNet, toy_images
 from robustdist.objectives import DAT
+from robustdist.strategies import CompressedDDPStrategy
 
 NUM_STEPS, BATCH_SIZE, ACCUMULATE = 20, 8, 2
 
@@ -81,6 +83,8 @@ def main(strategy: str, path: str) -> None:
         "ddp": "ddp",
         "ddp_spawn": "ddp_spawn",
         "ddp_find_unused": DDPStrategy(find_unused_parameters=True),
+        "compressed": CompressedDDPStrategy(Identity()),
+        "compressed_spawn": CompressedDDPStrategy(Identity(), start_method="spawn"),
     }[strategy]
     x, y = toy_images(NUM_STEPS * ACCUMULATE * BATCH_SIZE)
     data = TensorDataset(x, y)
