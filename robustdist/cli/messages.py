@@ -32,6 +32,10 @@ def usage_message(error: BaseException) -> str | None:
         return _one_line(_parser_message(str(error)))
     if type(error).__name__ == "MisconfigurationException":
         return _one_line(str(error))
+    if isinstance(error, ValueError) and str(error).startswith("Does not validate against any of the Union"):
+        # an argument of several types, one of which refused to be made: only the texts are left of why
+        reasons = re.findall(r"^\s*- (?!Expected an? )(.+)", str(error), re.MULTILINE)
+        return _one_line(reasons[-1]) if reasons else None
     twice = re.match(r"Found more than one stateful callback of type `(\w+)`", str(error))
     if twice:
         return f"trainer.callbacks holds {twice.group(1)} twice: give its fragment once (a `callbacks+:` file appends)"

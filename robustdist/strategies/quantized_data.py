@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -32,10 +31,6 @@ __all__ = ["QuantizedDataStrategy"]
 
 #: Where a checkpoint keeps the number of the next batch.
 KEY = "robustdist.quantized_data"
-
-_OWN_OPTIONS = set(inspect.signature(DDPStrategy.__init__).parameters) - {
-    "self", "kwargs", "ddp_comm_state", "ddp_comm_hook", "ddp_comm_wrapper", "model_averaging_period",
-}  # fmt: skip
 
 
 class QuantizedDataStrategy(DDPStrategy):
@@ -73,7 +68,7 @@ class QuantizedDataStrategy(DDPStrategy):
         seed: Seed of all draws.
         timeout: Time after which a process that does not answer is given up.
         start_method: How processes are started, as in DDPStrategy.
-        **options: Of DDPStrategy, not of torch's DistributedDataParallel, which takes no part.
+        process_group_backend: As in DDPStrategy.
 
     Raises:
         UsageError: If options exclude each other, or in ``fit`` rule the module out; at a batch that does not fit, on
@@ -104,12 +99,14 @@ class QuantizedDataStrategy(DDPStrategy):
         seed: int = 0,
         timeout: timedelta | None = timedelta(minutes=30),
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
-        **options: Any,
+        process_group_backend: str | None = None,
     ) -> None:
         self.quantizer = SampleQuantizer(bits, bounds, dither=dither, num_classes=num_classes, seed=seed)
         self.selection = Selection(select, ratio, score, forward, seed)
-        _check_options(select, refine, options)
-        super().__init__(timeout=timeout, start_method=start_method, **options)
+        if refine and select != "all":
+            raise UsageError(f"refine=True is about whole batches, and select={select!r} sends parts: set one of them")
+        # no option of DistributedDataParallel, which takes no part where no gradient is sent
+        super().__init__(timeout=timeout, start_method=start_method, process_group_backend=process_group_backend)
         self.refine, self.seed = refine, seed
         self.check_every = None if check_every is None else check_count(check_every, "check_every")
         self.adapter = BatchAdapter(input_key, target_key, uint8=True)
@@ -117,8 +114,7 @@ class QuantizedDataStrategy(DDPStrategy):
         self._difference: GradientDifference | None = None
         self._union: UnionBatch | None = None
         self._batches = 0
-        self._steps = 0
-        self._trained = 0
+        self._steps = self._trained = self._refinement_bytes = 0
         self._loaded: Mapping[str, Any] | None = None
 
     # --- start and end
@@ -130,6 +126,7 @@ class QuantizedDataStrategy(DDPStrategy):
         make_equal(module)
         self.exchange = SampleExchange(self.quantizer, self.root_device)
         self._close()
+        self._steps = self._trained = self._refinement_bytes = 0
         if self.refine:
             self._difference = GradientDifference(module, self.root_device, seed=self.seed)
         state, self._loaded = self._loaded, None
@@ -150,6 +147,7 @@ class QuantizedDataStrategy(DDPStrategy):
 
     def _close(self) -> None:
         if self._difference is not None:
+            self._refinement_bytes += self._difference.engine.stats.bytes_sent
             self._difference.close()
             self._difference = None
 
@@ -239,11 +237,12 @@ class QuantizedDataStrategy(DDPStrategy):
 
         ``calls``: batches exchanged; ``steps``: optimiser steps; ``bytes_sent``: bytes sent to other processes;
         ``bytes_dense``: what an all-reduce of float32 gradients would have sent for these steps; ``ratio``: the latter
-        over the former; ``seconds``: time spent on exchanging batches.
+        over the former; ``wait_seconds``: time spent on exchanging batches, encoding and decoding included.
         """
-        sent, calls, seconds = 0, 0, 0.0
+        sent, calls, seconds = self._refinement_bytes, 0, 0.0
         if self.exchange is not None:
-            sent, calls, seconds = self.exchange.bytes_sent, self.exchange.calls, self.exchange.seconds
+            sent += self.exchange.bytes_sent
+            calls, seconds = self.exchange.calls, self.exchange.seconds
         if self._difference is not None:
             sent += self._difference.engine.stats.bytes_sent
         dense = dense_bytes(self._trained, self.world_size)
@@ -253,7 +252,7 @@ class QuantizedDataStrategy(DDPStrategy):
             "bytes_sent": sent,
             "bytes_dense": dense,
             "ratio": dense / sent if sent else 1.0,
-            "seconds": seconds,
+            "wait_seconds": seconds,
         }
 
     # --- small things
@@ -292,13 +291,3 @@ class QuantizedDataStrategy(DDPStrategy):
                 "refine=True adds gradients without loss scale, which does not go with precision='16-mixed': "
                 "use 'bf16-mixed', or refine=False"
             )
-
-
-def _check_options(select: str, refine: bool, options: Mapping[str, Any]) -> None:
-    if refine and select != "all":
-        raise UsageError(f"refine=True is about whole batches, which select={select!r} does not send: set one of them")
-    for name in sorted(set(options) - _OWN_OPTIONS):
-        raise UsageError(
-            f"{name} is an option of DistributedDataParallel, which takes no part where no gradient is sent: "
-            "leave it out"
-        )

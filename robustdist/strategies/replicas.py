@@ -48,10 +48,10 @@ def check_digests(digests: Sequence[int], step: int) -> None:
     if not others:
         return
     error = UsageError(
-        f"the weights of process {' and '.join(others)} differ from those of process 0 before batch {step}, though all "
-        "took the same batches: the module, the optimiser or a callback draws or decides by rank, or kernels of the "
-        "GPU are not deterministic; make it the same on all ranks, set Trainer(deterministic=True), or use "
-        "CompressedDDPStrategy"
+        f"the weights or buffers of process {' and '.join(others)} differ from those of process 0 before batch {step}, "
+        "though all took the same batches, so the module, the optimiser or a callback draws or decides by rank, or "
+        "kernels of a GPU are not deterministic: make it the same on all ranks, set Trainer(deterministic=True), or "
+        "use CompressedDDPStrategy"
     )
     error.shared = True
     raise error

@@ -53,6 +53,11 @@ WRONG = {
     "unknown torchattacks argument": (JUDGE, {"settings": {"stepz": 3}}, ["stepz", "steps"]),
     "unknown trainer option": (("trainer",), {"strategi": "ddp"}, ["trainer.strategi", "trainer.strategy"]),
     "strategy as a list": (("trainer",), {"strategy": ["ddp"]}, ["trainer.strategy", "str", "['ddp']"]),
+    "strategy that cannot be made": (
+        ("trainer",),
+        {"strategy": {"class_path": "robustdist.strategies.QuantizedDataStrategy", "init_args": {"bits": 9}}},
+        ["bits=9 must be a whole number from 1 to 8"],
+    ),
     "no number of epochs": (("trainer",), {"max_epochs": "many"}, ["trainer.max_epochs", "int", "many"]),
     "unknown report option": (("report",), {"dirr": "x"}, ["'dirr'", "'dir'"]),
     "control of nothing": (
