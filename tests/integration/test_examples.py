@@ -9,7 +9,7 @@ from pathlib import Path
 import lightning.pytorch as pl
 import pytest
 
-from examples import multi_label, regression
+from examples import multi_label, quantized_data, regression
 
 ROOT = Path(__file__).parents[2]
 
@@ -32,6 +32,16 @@ def test_regression(monkeypatch, tmp_path):
     assert results["adversarial"][1] < results["ordinary"][1]
 
 
+@pytest.mark.slow
+def test_quantized_data(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    results = quantized_data.main(num_train=100, max_epochs=1)
+    samples = [results[f"samples, {bits} bit{'s' * (bits > 1)}"] for bits in (8, 4, 2, 1)]
+    assert all(small == large < results["gradients, QSGD 4 bits"][0] for small, large, _ in samples)
+    assert samples[1][0] == 50 * 784 // 2 + 25 + 24
+    assert all(0 <= row[2] <= 1 for row in results.values())
+
+
 @pytest.mark.parametrize("name", ["multi_label", "regression"])
 def test_their_modules_know_nothing_of_attacks(name):
     # the file also trains, but no class in it uses a name of robustdist
@@ -50,6 +60,6 @@ def test_their_modules_know_nothing_of_attacks(name):
     assert cls.__bases__ == (pl.LightningModule,)
 
 
-@pytest.mark.parametrize("name", ["multi_label", "regression"])
+@pytest.mark.parametrize("name", ["multi_label", "quantized_data", "regression"])
 def test_they_are_short(name):
     assert len((ROOT / "examples" / f"{name}.py").read_text().splitlines()) < 80

@@ -308,7 +308,7 @@ def test_a_batch_that_does_not_fit_ends_all_processes_with_a_sentence(launch, lo
         ({"select": "top", "ratio": 0}, "ratio=0 must be above 0"),
         ({"select": "best"}, "select='best' must be"),
         ({"select": "top", "score": "norm"}, "score='norm' must be"),
-        ({"select": "top", "refine": True}, "refine=True is about whole batches, which select='top'"),
+        ({"select": "top", "refine": True}, "refine=True is about whole batches, and select='top'"),
         ({"check_every": 0}, "check_every=0 must be"),
     ],
 )
