@@ -77,9 +77,4 @@ class Buckets:
 
     def recut(self) -> None:
         """Forget the buckets that would now be cut in another way."""
-        kept = {}
-        for signature, bucket in self._buckets.items():
-            cut = self._cut(signature)
-            if (cut.layout.block, cut.kinds) == (bucket.cut.layout.block, bucket.cut.kinds):
-                kept[signature] = bucket
-        self._buckets = kept
+        self._buckets = {key: bucket for key, bucket in self._buckets.items() if self._cut(key) == bucket.cut}

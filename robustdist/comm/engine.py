@@ -14,23 +14,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from robustdist.comm.base import Compressor
-from robustdist.comm.buckets import Bucket, Buckets, Cut, Signature
-from robustdist.comm.cast import Identity
-from robustdist.comm.collectives import Chunked, Exchange, Gather, Key, Native, chunks, run_pipelined
-from robustdist.comm.cost import Collective, choose, dense_bytes, keeps_residuals
-from robustdist.comm.error_feedback import ErrorFeedback, Memory, is_finite
-from robustdist.comm.jobs import Job, Stats
-from robustdist.comm.layout import Layout, Place
-from robustdist.comm.low_rank import PowerSGD
-from robustdist.comm.owner import OwnerResiduals
-from robustdist.comm.wire import RankError, Wire
-from robustdist.errors import RobustDistWarning, UsageError
-from robustdist.types import check_count
+from robustdist.comm.cost import Collective
+from robustdist.comm.jobs import Job
+from robustdist.comm.reduction import Reduction
+from robustdist.comm.wire import RankError
+from robustdist.errors import RobustDistWarning
 
 __all__ = ["CommEngine", "RankError"]
 
 
-class CommEngine:
+class CommEngine(Reduction):
     """Means of named gradients over the ranks of a group, through a codec, in a thread of its own.
 
     :meth:`submit` returns at once; buckets are worked on in the order of the calls, which must be equal on all ranks.
@@ -72,23 +65,16 @@ class CommEngine:
         segment: int = 2 * 1024 * 1024,
         timeout: float | None = None,
     ) -> None:
-        self.error_feedback, self.sides, self.collective = error_feedback, sides, collective
-        self.small, self.segment = check_count(small, "small"), check_count(segment, "segment")
-        self.codec = self._usable(codec)
-        self.memory = self._make_memory(self.codec)
-        self.owned: OwnerResiduals | None = None
-        if codec.has_memory:
-            self.sides = 1  # a memory that is part of the method has no counterpart for the second rounding
-        elif self.memory is not None and sides == 2:
-            self.owned = OwnerResiduals()
-        self.scale = 1.0
-        self.note: tuple[float, ...] = ()
-        self.nonfinite: str | None = None
-        self.stats = Stats()
-        self._wire = Wire(group, timeout, self.stats)
-        self.rank, self.world_size = self._wire.rank, self._wire.world_size
-        self._wire.open(self._settings())
-        self._buckets = Buckets(self._cut, self._give_back, copies=2 if self.memory is None else 3)
+        super().__init__(
+            codec,
+            group=group,
+            error_feedback=error_feedback,
+            sides=sides,
+            collective=collective,
+            small=small,
+            segment=segment,
+            timeout=timeout,
+        )
         self._failed: BaseException | None = None
         self._step: int | None = None
         self._jobs: SimpleQueue[Job | Compressor | None] = SimpleQueue()
@@ -124,21 +110,7 @@ class CommEngine:
                 bucket on, if they do not change to the same codec.
         """
         self._check_open()
-        codec = self._usable(codec)
-        old, new = _kind(self.memory), _kind(self._make_memory(codec))
-        if old != new:
-            raise UsageError(f"compressor={codec!r} keeps {new}, the engine has {old}: make a new engine for it")
-        self._jobs.put(codec)
-
-    def commit(self) -> None:
-        """Make the residuals of the step final: it was executed."""
-        for memory in self._memories():
-            memory.commit()
-
-    def rollback(self) -> None:
-        """Put the residuals back: the step was skipped."""
-        for memory in self._memories():
-            memory.rollback()
+        self._jobs.put(self.check(codec))
 
     def close(self, *, seconds: float = 30.0) -> None:
         """End the thread once all buckets are done, and destroy the group if the engine made it.
@@ -183,21 +155,6 @@ class CommEngine:
         if not self._thread.is_alive():
             raise RuntimeError("the engine was closed: make a new one")
 
-    def _usable(self, codec: Compressor) -> Compressor:
-        """Return the form of a codec that can be used here."""
-        if isinstance(codec, PowerSGD):
-            raise UsageError("PowerSGD needs whole matrices, which this engine does not reduce: use another compressor")
-        codec = codec.contractive() if self.error_feedback and not codec.has_memory else codec
-        choose(codec, 1, 2, self.collective, self.sides)
-        return codec
-
-    def _make_memory(self, codec: Compressor) -> Memory | None:
-        kept = codec.has_memory or (self.error_feedback and keeps_residuals(codec))
-        return codec.make_memory() if kept else None
-
-    def _memories(self) -> list[Memory]:
-        return [memory for memory in (self.memory, self.owned) if memory is not None]
-
     # --- for the thread of the engine
 
     def _run(self) -> None:
@@ -211,7 +168,7 @@ class CommEngine:
                 raise self._failed
             self._wire.listen()
             if isinstance(job, Compressor):
-                self._change(job)
+                self.use(job)
             else:
                 self._work(job)
         except Exception as error:  # whatever it is, backward has to end with it
@@ -223,123 +180,9 @@ class CommEngine:
         begin = perf_counter()
         self.stats.begun += 1
         with torch.no_grad():
-            self._reduce(job)
+            self.reduce(job)
         self.stats.calls += 1
         self.stats.steps += job.step != self._step
         self._step = job.step
         self.stats.seconds += perf_counter() - begin
         job.future.set_result(job.buffer)
-
-    def _change(self, codec: Compressor) -> None:
-        """Go on with another codec; a bucket is laid out anew if its blocks or collectives are others with it."""
-        self.codec = codec
-        self._wire.compare(self._settings())
-        self._buckets.recut()
-
-    def _reduce(self, job: Job) -> None:
-        numel = sum(grad.numel() for grad in job.grads.values())
-        self.stats.bytes_dense += dense_bytes(numel, self.world_size)
-        if self.world_size == 1:
-            self.note = job.note or self.note
-            return
-        if isinstance(self.codec, Identity):
-            # what DDP does by itself, bit for bit
-            self._wire.mean(job.buffer)
-            if job.note:
-                note = torch.tensor(job.note, device=job.buffer.device)
-                self._wire.mean(note)
-                self.note = tuple(note.tolist())
-            return
-        bucket = self._buckets.find(job.grads, job.buffer)
-        layout, flat, side = bucket.cut.layout, bucket.flat, bucket.make_side(len(job.note) + 1)
-        errors: list[Exception] = []
-        try:
-            layout.load(job.grads, flat, side)
-            if self.memory is not None:
-                for place in layout.places:
-                    self.memory.prepare(place.name, place.of(flat), scale=self.scale)
-        except Exception as error:  # told to all ranks below
-            errors.append(error)
-        exchanges = self._exchanges(bucket, job)
-        self.stats.bytes_sent += run_pipelined(exchanges)
-        self.stats.codec_seconds += sum(exchange.codec_seconds for exchange in exchanges)
-        errors += [exchange.error for exchange in exchanges if exchange.error is not None]
-        self._meet(side, job.note, errors)
-        if self.memory is not None:
-            for place in layout.places:
-                self.memory.update(place.name, place.of(flat), place.of(bucket.sent), scale=self.scale)
-                self._finish(place, bucket.mean)
-            for place in layout.sides:
-                self.memory.dense(place.name, place.of(side), scale=self.scale)
-        layout.store(bucket.mean, side, job.grads)
-
-    def _cut(self, signature: Signature) -> Cut:
-        """Lay parameters out and choose a collective for every segment."""
-        layout = Layout(signature, block=self.codec.block, small=self.small)
-        sizes = [min(self.segment, layout.total - begin) for begin in range(0, layout.total, self.segment)]
-        kinds = tuple(choose(self.codec, size, self.world_size, self.collective, self.sides) for size in sizes)
-        return Cut(layout, kinds)
-
-    def _give_back(self, cut: Cut) -> None:
-        """Let no owner keep anything of a chunk that is no longer its own."""
-        if self.owned is not None and isinstance(self.memory, ErrorFeedback):
-            self.owned.give_back(cut.layout, self._own_chunks(cut), self.memory, self.world_size)
-
-    def _own_chunks(self, cut: Cut) -> list[tuple[int, int]]:
-        """Begin and end of the chunks that this rank averages."""
-        total, own = cut.layout.total, []
-        for place, kind in enumerate(cut.kinds):
-            if kind == "chunked":
-                first = place * self.segment
-                begin, end = chunks(min(self.segment, total - first), self.world_size, self.codec.block)[self.rank]
-                own.append((first + begin, first + end))
-        return own
-
-    def _exchanges(self, bucket: Bucket, job: Job) -> list[Exchange]:
-        """Cut the flat buffer into segments."""
-        layout, exchanges = bucket.cut.layout, list[Exchange]()
-        wait = self._wire.wait if job.buffer.device.type == "cpu" else None
-        for place, kind in enumerate(bucket.cut.kinds):
-            begin = place * self.segment
-            part = slice(begin, min(begin + self.segment, layout.total))
-            key = Key(job.step, f"{layout.places[0].name}/{begin}")
-            own = bucket.sent[part] if self.memory is not None else None
-            what = (bucket.flat[part], bucket.mean[part], self.codec, self._wire.group, key)
-            if kind == "chunked":
-                owner = None if self.owned is None else self.owned.view(layout, begin, self.scale)
-                exchanges.append(Chunked(*what, sent=own, wait=wait, sides=self.sides, owner=owner))
-            else:
-                exchanges.append((Gather if kind == "gather" else Native)(*what, sent=own, wait=wait))
-        return exchanges
-
-    def _meet(self, side: Tensor, note: tuple[float, ...], errors: list[Exception]) -> None:
-        """Reduce the small parameters and the note; the last element counts failed ranks: all raise if there is one."""
-        end = len(side) - 1 - len(note)
-        side[end:-1] = torch.tensor(note)
-        side.mul_(1 / self.world_size)
-        side[-1] = float(bool(errors))
-        self._wire.sum(side)
-        if side[-1] != 0:
-            self._wire.confess(errors[0] if errors else None)
-        self.note = tuple(side[end:-1].tolist()) or self.note
-
-    def _finish(self, place: Place, mean: Tensor) -> None:
-        """Let the memory see the mean; what is not finite is undone for owners as well."""
-        if self.memory is None:
-            return
-        if not is_finite(place.of(mean)):
-            self.nonfinite = place.name
-            if self.owned is not None:
-                self.owned.undo_parameter(place.name)
-        self.memory.finish(place.name, place.of(mean), scale=self.scale)
-
-    def _settings(self) -> str:
-        return repr((self.codec, self.error_feedback, self.sides, self.collective, self.small, self.segment))
-
-
-def _kind(memory: Memory | None) -> str:
-    """Describe a memory by what must stay the same while it is in use."""
-    if memory is None:
-        return "no memory"
-    settings = {name: value for name, value in vars(memory).items() if not name.startswith("_")}
-    return f"{type(memory).__name__}({', '.join(f'{name}={value}' for name, value in settings.items())})"

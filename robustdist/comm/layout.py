@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -50,6 +50,7 @@ class Layout:
         named_shapes: Names and shapes in the order of the bucket, equal on all ranks.
         block: Multiple at which large parameters begin.
         small: Parameters of fewer elements are small.
+        whole: Names of parameters that count as small whatever their size.
 
     Attributes:
         block: As given.
@@ -58,7 +59,12 @@ class Layout:
     """
 
     def __init__(
-        self, named_shapes: Sequence[tuple[str, Sequence[int]]], *, block: int = 512, small: int = 1024
+        self,
+        named_shapes: Sequence[tuple[str, Sequence[int]]],
+        *,
+        block: int = 512,
+        small: int = 1024,
+        whole: Collection[str] = (),
     ) -> None:
         self.block = block
         self.signature = tuple((name, tuple(shape)) for name, shape in named_shapes)
@@ -66,13 +72,23 @@ class Layout:
         self.total = self.side_total = 0
         for name, shape in self.signature:
             numel = math.prod(shape)
-            if numel < small:
+            if numel < small or name in whole:
                 sides.append(Place(name, shape, self.side_total))
                 self.side_total += numel
             else:
                 places.append(Place(name, shape, self.total))
                 self.total += -(-numel // block) * block
         self.places, self.sides = tuple(places), tuple(sides)
+
+    def __eq__(self, other: object) -> bool:
+        """Whether everything is at the same place, in the same blocks."""
+        if not isinstance(other, Layout):
+            return NotImplemented
+        return (self.block, self.places, self.sides) == (other.block, other.places, other.sides)
+
+    def __hash__(self) -> int:
+        """Equal layouts have equal parameters."""
+        return hash(self.signature)
 
     def load(self, tensors: Mapping[str, Tensor], flat: Tensor, side: Tensor) -> None:
         """Copy gradients by name into both buffers and clear the gaps."""

@@ -61,7 +61,7 @@ class OwnerResiduals(ErrorFeedback):
             workers: Residuals of this rank as a sender.
             world_size: Number of ranks n.
         """
-        sizes = {place.name: place.numel for place in layout.places}
+        sizes = {place.name: place.numel for place in (*layout.places, *layout.sides)}
         stays = {_key(piece): piece.length for begin, end in owned for piece in layout.pieces(begin, end)}
         for key, piece in list(self._pieces.items()):
             if piece.name in sizes and stays.get(key) != piece.length:

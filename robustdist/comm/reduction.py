@@ -1,0 +1,242 @@
+"""What happens to a bucket of gradients on its way to the mean over the ranks."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from robustdist.comm.base import Compressor
+from robustdist.comm.buckets import Bucket, Buckets, Cut, Signature
+from robustdist.comm.cast import Identity
+from robustdist.comm.collectives import Chunked, Exchange, Gather, Key, Native, chunks, run_pipelined
+from robustdist.comm.cost import Collective, choose, dense_bytes, keeps_residuals
+from robustdist.comm.error_feedback import ErrorFeedback, Memory, is_finite
+from robustdist.comm.jobs import Job, Stats
+from robustdist.comm.layout import Layout, Place
+from robustdist.comm.low_rank import PowerSGD
+from robustdist.comm.owner import OwnerResiduals
+from robustdist.comm.power_iteration import LowRank, WarmStarts, is_low_rank
+from robustdist.comm.wire import Wire
+from robustdist.errors import UsageError
+from robustdist.types import check_count
+
+__all__ = ["Reduction"]
+
+
+class Reduction:
+    """Codec, memories, layouts and process group, and the steps that a bucket goes through; no thread.
+
+    Arguments and attributes are those of :class:`~robustdist.comm.engine.CommEngine`.
+    """
+
+    def __init__(
+        self,
+        codec: Compressor,
+        *,
+        group: dist.ProcessGroup | None,
+        error_feedback: bool,
+        sides: int,
+        collective: Collective | Literal["auto"],
+        small: int,
+        segment: int,
+        timeout: float | None,
+    ) -> None:
+        self.error_feedback, self.sides, self.collective = error_feedback, sides, collective
+        self.small, self.segment = check_count(small, "small"), check_count(segment, "segment")
+        self.codec = self._usable(codec)
+        self.memory = self._make_memory(self.codec)
+        self.owned: OwnerResiduals | None = None
+        if codec.has_memory:
+            self.sides = 1  # a memory that is part of the method has no counterpart for the second rounding
+        elif self.memory is not None and sides == 2:
+            self.owned = OwnerResiduals()
+        self._starts = WarmStarts()
+        self.scale = 1.0
+        self.note: tuple[float, ...] = ()
+        self.nonfinite: str | None = None
+        self.stats = Stats()
+        self._wire = Wire(group, timeout, self.stats)
+        self.rank, self.world_size = self._wire.rank, self._wire.world_size
+        self._wire.open(self._settings())
+        self._buckets = Buckets(self._cut, self._give_back, copies=2 if self.memory is None else 3)
+
+    def commit(self) -> None:
+        """Make the residuals of the step final: it was executed."""
+        for memory in self._memories():
+            memory.commit()
+        self._starts.commit()
+
+    def rollback(self) -> None:
+        """Put the residuals back: the step was skipped."""
+        for memory in self._memories():
+            memory.rollback()
+        self._starts.rollback()
+
+    def check(self, codec: Compressor) -> Compressor:
+        """Return a codec in the form in which :meth:`use` takes it.
+
+        Raises:
+            UsageError: If it needs another kind of memory than the present one.
+        """
+        codec = self._usable(codec)
+        old, new = _kind(self.memory), _kind(self._make_memory(codec))
+        if old != new:
+            raise UsageError(f"compressor={codec!r} keeps {new}, the engine has {old}: make a new engine for it")
+        return codec
+
+    def use(self, codec: Compressor) -> None:
+        """Go on with another codec; a bucket is laid out anew if its blocks or collectives are others with it."""
+        self.codec = codec
+        self._wire.compare(self._settings())
+        self._buckets.recut()
+
+    def reduce(self, job: Job) -> None:
+        """Replace the gradients of a bucket by their means; a collective."""
+        numel = sum(grad.numel() for grad in job.grads.values())
+        self.stats.bytes_dense += dense_bytes(numel, self.world_size)
+        if self.world_size == 1:
+            self.note = job.note or self.note
+            return
+        if isinstance(self.codec, Identity):
+            # what DDP does by itself, bit for bit
+            self._wire.mean(job.buffer)
+            if job.note:
+                note = torch.tensor(job.note, device=job.buffer.device)
+                self._wire.mean(note)
+                self.note = tuple(note.tolist())
+            return
+        bucket = self._buckets.find(job.grads, job.buffer)
+        layout, flat, side = bucket.cut.layout, bucket.flat, bucket.make_side(len(job.note) + 1)
+        leftovers = self._leftovers(layout)
+        errors: list[Exception] = []
+        try:
+            layout.load(job.grads, flat, side)
+            if self.memory is not None:
+                for place in layout.places:
+                    self.memory.prepare(place.name, place.of(flat), scale=self.scale)
+                for place in leftovers:
+                    self.memory.prepare(place.name, place.of(side), scale=self.scale)
+        except Exception as error:  # told to all ranks below
+            errors.append(error)
+        exchanges = self._exchanges(bucket, job)
+        self.stats.bytes_sent += run_pipelined(exchanges)
+        self.stats.codec_seconds += sum(exchange.codec_seconds for exchange in exchanges)
+        errors += [exchange.error for exchange in exchanges if exchange.error is not None]
+        self._meet(side, job.note, errors)
+        if self.memory is not None:
+            for place in layout.places:
+                self.memory.update(place.name, place.of(flat), place.of(bucket.sent), scale=self.scale)
+                self._finish(place, bucket.mean)
+            for place in layout.sides:
+                self.memory.dense(place.name, place.of(side), scale=self.scale)
+            for place in leftovers:
+                if is_finite(place.of(side)):
+                    self.memory.update(place.name, *side.new_zeros(2, place.numel))
+        layout.store(bucket.mean, side, job.grads)
+
+    def _leftovers(self, layout: Layout) -> list[Place]:
+        """Return the parameters that now travel whole and have a residual from when they did not."""
+        memory = self.memory
+        if not isinstance(memory, ErrorFeedback):
+            return []
+        return [place for place in layout.sides if (kept := memory.get(place.name)) is not None and kept.any()]
+
+    def _cut(self, signature: Signature) -> Cut:
+        """Lay parameters out and choose a collective for every segment."""
+        if isinstance(self.codec, PowerSGD):
+            whole = [name for name, shape in signature if not is_low_rank(self.codec, shape)]
+            return Cut(Layout(signature, small=self.small, block=1, whole=whole), ())
+        layout = Layout(signature, block=self.codec.block, small=self.small)
+        sizes = [min(self.segment, layout.total - begin) for begin in range(0, layout.total, self.segment)]
+        kinds = tuple(choose(self.codec, size, self.world_size, self.collective, self.sides) for size in sizes)
+        return Cut(layout, kinds)
+
+    def _give_back(self, cut: Cut) -> None:
+        """Let no owner keep anything of a chunk that is no longer its own."""
+        if self.owned is not None and isinstance(self.memory, ErrorFeedback):
+            self.owned.give_back(cut.layout, self._own_chunks(cut), self.memory, self.world_size)
+
+    def _own_chunks(self, cut: Cut) -> list[tuple[int, int]]:
+        """Begin and end of the chunks that this rank averages."""
+        total, own = cut.layout.total, []
+        for place, kind in enumerate(cut.kinds):
+            if kind == "chunked":
+                first = place * self.segment
+                begin, end = chunks(min(self.segment, total - first), self.world_size, self.codec.block)[self.rank]
+                own.append((first + begin, first + end))
+        return own
+
+    def _exchanges(self, bucket: Bucket, job: Job) -> list[Exchange]:
+        """Cut the flat buffer into segments."""
+        layout, exchanges = bucket.cut.layout, list[Exchange]()
+        wait = self._wire.wait if job.buffer.device.type == "cpu" else None
+        if isinstance(self.codec, PowerSGD) and layout.places:
+            low_rank = LowRank(
+                bucket.flat, bucket.mean, self.codec, self._wire.group, sent=bucket.sent, wait=wait,
+                places=layout.places, starts=self._starts,
+            )  # fmt: skip
+            return [low_rank]
+        for place, kind in enumerate(bucket.cut.kinds):
+            begin = place * self.segment
+            part = slice(begin, min(begin + self.segment, layout.total))
+            key = Key(job.step, f"{layout.places[0].name}/{begin}")
+            own = bucket.sent[part] if self.memory is not None else None
+            what = (bucket.flat[part], bucket.mean[part], self.codec, self._wire.group, key)
+            if kind == "chunked":
+                owner = None if self.owned is None else self.owned.view(layout, begin, self.scale)
+                exchanges.append(Chunked(*what, sent=own, wait=wait, sides=self.sides, owner=owner))
+            else:
+                exchanges.append((Gather if kind == "gather" else Native)(*what, sent=own, wait=wait))
+        return exchanges
+
+    def _meet(self, side: Tensor, note: tuple[float, ...], errors: list[Exception]) -> None:
+        """Reduce the small parameters and the note; the last element counts failed ranks: all raise if there is one."""
+        end = len(side) - 1 - len(note)
+        side[end:-1] = torch.tensor(note)
+        side.mul_(1 / self.world_size)
+        side[-1] = float(bool(errors))
+        self._wire.sum(side)
+        if side[-1] != 0:
+            self._wire.confess(errors[0] if errors else None)
+        self.note = tuple(side[end:-1].tolist()) or self.note
+
+    def _finish(self, place: Place, mean: Tensor) -> None:
+        """Let the memory see the mean; what is not finite is undone for owners as well."""
+        if self.memory is None:
+            return
+        if not is_finite(place.of(mean)):
+            self.nonfinite = place.name
+            if self.owned is not None:
+                self.owned.undo_parameter(place.name)
+        self.memory.finish(place.name, place.of(mean), scale=self.scale)
+
+    def _settings(self) -> str:
+        return repr((self.codec, self.error_feedback, self.sides, self.collective, self.small, self.segment))
+
+    def _usable(self, codec: Compressor) -> Compressor:
+        """Return the form of a codec that can be used here."""
+        if isinstance(codec, PowerSGD):
+            if self.collective not in ("auto", "native"):
+                raise UsageError(f"collective={self.collective!r} cannot add the factors of {codec!r}: use 'auto'")
+            return codec
+        codec = codec.contractive() if self.error_feedback and not codec.has_memory else codec
+        choose(codec, 1, 2, self.collective, self.sides)
+        return codec
+
+    def _make_memory(self, codec: Compressor) -> Memory | None:
+        kept = codec.has_memory or (self.error_feedback and keeps_residuals(codec))
+        return codec.make_memory() if kept else None
+
+    def _memories(self) -> list[Memory]:
+        return [memory for memory in (self.memory, self.owned) if memory is not None]
+
+
+def _kind(memory: Memory | None) -> str:
+    """Describe a memory by what must stay the same while it is in use."""
+    if memory is None:
+        return "no memory"
+    settings = {name: value for name, value in vars(memory).items() if not name.startswith("_")}
+    return f"{type(memory).__name__}({', '.join(f'{name}={value}' for name, value in settings.items())})"
