@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -37,7 +37,19 @@ from robustdist.objectives import (
     Objective,
 )
 
-__all__ = ["BATCH_SIZE", "METHODS", "SETTINGS", "Method", "Setting", "describe", "quiet", "run"]
+__all__ = [
+    "BATCH_SIZE",
+    "METHODS",
+    "SETTINGS",
+    "Method",
+    "Setting",
+    "SmallClassifier",
+    "describe",
+    "judge",
+    "pgd20",
+    "quiet",
+    "run",
+]
 
 BATCH_SIZE = 100
 _NUM_CHECKS = 15
@@ -103,7 +115,7 @@ METHODS = {
 }
 
 
-class _Classifier(LightningModule):
+class SmallClassifier(LightningModule):
     """Cross-entropy with Adam and a one-cycle rate."""
 
     def __init__(self, net: nn.Module, lr: float) -> None:
@@ -112,13 +124,16 @@ class _Classifier(LightningModule):
         self.lr = lr
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return logits."""
         logits: Tensor = self.net(x)
         return logits
 
     def training_step(self, batch: Sequence[Tensor], batch_idx: int) -> Tensor:
+        """Return the cross-entropy of one batch."""
         return F.cross_entropy(self(batch[0]), batch[1])
 
     def configure_optimizers(self) -> Any:
+        """Return Adam with a one-cycle rate."""
         optimizer = torch.optim.Adam(self.parameters(), lr=self.lr)
         schedule = torch.optim.lr_scheduler.OneCycleLR(
             optimizer, max_lr=self.lr, total_steps=int(self.trainer.estimated_stepping_batches)
@@ -154,7 +169,7 @@ def run(method: Method, setting: Setting, data: ImageDataModule, seed: int, num_
 
     The caller seeds the global random streams; ``seed`` is that of the attack.
     """
-    module = _Classifier(small_conv_net(data.input_shape[-1], data.num_classes), setting.lr)
+    module = SmallClassifier(small_conv_net(data.input_shape[-1], data.num_classes), setting.lr)
     callbacks: list[Callback] = []
     guard: CatastrophicOverfittingGuard | None = None
     if method.make is not None:
@@ -175,15 +190,20 @@ def run(method: Method, setting: Setting, data: ImageDataModule, seed: int, num_
     start = time.process_time()
     trainer.fit(module, train_dataloaders=data.train_dataloader())
     seconds = time.process_time() - start
-    return {**_judge(module, setting, data, num_test), "cpu_seconds": seconds, "guard": _report(guard)}
-
-
-def _judge(module: nn.Module, setting: Setting, data: ImageDataModule, num_test: int) -> dict[str, Any]:
-    step_size = setting.eps / 8
-    attacks: dict[str, Attack] = {
-        "pgd20": PGD(eps=setting.eps, steps=20, step_size=step_size),
-        "margin": PGD(eps=setting.eps, steps=50, step_size=step_size, restarts=2, attack_loss="margin"),
+    attacks = {
+        "pgd20": pgd20(setting),
+        "margin": PGD(eps=setting.eps, steps=50, step_size=setting.eps / 8, restarts=2, attack_loss="margin"),
     }
+    return {**judge(module, attacks, data, num_test), "cpu_seconds": seconds, "guard": _report(guard)}
+
+
+def pgd20(setting: Setting) -> Attack:
+    """Return the attack that judges: 20 steps of an eighth of the radius."""
+    return PGD(eps=setting.eps, steps=20, step_size=setting.eps / 8)
+
+
+def judge(module: nn.Module, attacks: Mapping[str, Attack], data: ImageDataModule, num_test: int) -> dict[str, Any]:
+    """Return the accuracies of a module on the first test images, per attack and under the worst of them."""
     x, y = (part[:num_test] for part in data.parts.test.tensors)
     tally = RobustTally(attacks)
     module.eval()

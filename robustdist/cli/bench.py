@@ -6,7 +6,14 @@ from collections.abc import Sequence
 
 from jsonargparse import auto_cli
 
-from robustdist.bench import bench_attack, bench_auto_attack, bench_comm, bench_objectives, bench_text
+from robustdist.bench import (
+    bench_attack,
+    bench_auto_attack,
+    bench_comm,
+    bench_comm_accuracy,
+    bench_objectives,
+    bench_text,
+)
 
 __all__ = ["run_bench"]
 
@@ -18,6 +25,7 @@ def run_bench(args: Sequence[str]) -> None:
             "attack": bench_attack,
             "autoattack": bench_auto_attack,
             "comm": bench_comm,
+            "comm_accuracy": bench_comm_accuracy,
             "objectives": bench_objectives,
             "text": bench_text,
         },
