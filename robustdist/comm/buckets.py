@@ -25,29 +25,35 @@ class Cut:
     kinds: tuple[Collective, ...]
 
 
+#: Layouts kept per bucket, for sets of used parameters that come back.
+_KEPT = 64
+
+
 class Bucket:
     """Buffers for a set of parameters.
 
     Attributes:
-        cut: The layout in use and its collectives.
+        whole: Layout and collectives of all parameters.
+        cuts: Those of the subsets that were used last, by the bits of the subset.
+        cut: Those in use.
         flat: What this rank sends, flat.
         mean: What all receive.
         sent: What all decode of ``flat``; ``mean`` itself where nobody asks.
-        side: Small parameters, then the note, then the number of failed ranks.
     """
 
     def __init__(self, cut: Cut, buffer: Tensor, copies: int) -> None:
-        self.cut = cut
+        self.whole = self.cut = cut
+        self.cuts: dict[bytes, Cut] = {}
         flats = [buffer.new_empty(cut.layout.total, dtype=torch.float32) for _ in range(copies)]
         self.flat, self.mean, self.sent = flats[0], flats[1], flats[-1]
-        self.side = flats[0][:0]
+        self._side = flats[0][:0]
 
-    def make_side(self, extra: int) -> Tensor:
-        """Return the side buffer with room for ``extra`` more numbers."""
+    def side(self, extra: int) -> Tensor:
+        """Return a buffer for the small parameters and ``extra`` more numbers."""
         length = self.cut.layout.side_total + extra
-        if len(self.side) != length:
-            self.side = self.flat.new_empty(length)
-        return self.side
+        if len(self._side) < length:
+            self._side = self.flat.new_empty(self.whole.layout.side_total + extra)
+        return self._side[:length]
 
 
 class Buckets:
@@ -63,18 +69,38 @@ class Buckets:
         self._cut, self._moved, self._copies = cut, moved, copies
         self._buckets: dict[Signature, Bucket] = {}
 
-    def find(self, grads: Mapping[str, Tensor], buffer: Tensor) -> Bucket:
-        """Return the bucket of these parameters; a new one replaces those that share any with it."""
+    def find(
+        self, grads: Mapping[str, Tensor], buffer: Tensor, used: Mapping[str, Tensor] | None = None, bits: bytes = b""
+    ) -> Bucket:
+        """Return the bucket of these parameters; a new one replaces those that share any with it.
+
+        Args:
+            grads: Gradients by name.
+            buffer: A tensor on their device.
+            used: Those to lay out, by default all.
+            bits: Stands for ``used``.
+        """
         signature = tuple((name, tuple(grad.shape)) for name, grad in grads.items())
         bucket = self._buckets.get(signature)
+        new = bucket is None
         if bucket is None:
             shared = [key for key in self._buckets if any(name in grads for name, _ in key)]
             for key in shared:
                 del self._buckets[key]
             bucket = self._buckets[signature] = Bucket(self._cut(signature), buffer, self._copies)
-            self._moved(bucket.cut)
+        cut = bucket.cuts.pop(bits, None)
+        if cut is None:
+            cut = bucket.whole if used is None else self._cut(tuple(row for row in signature if row[0] in used))
+        bucket.cuts[bits] = cut  # at the end: the first one is the one that was not used for the longest time
+        if len(bucket.cuts) > _KEPT:
+            del bucket.cuts[next(iter(bucket.cuts))]
+        if new or cut != bucket.cut:
+            bucket.cut = cut
+            self._moved(cut)
         return bucket
 
     def recut(self) -> None:
-        """Forget the buckets that would now be cut in another way."""
-        self._buckets = {key: bucket for key, bucket in self._buckets.items() if self._cut(key) == bucket.cut}
+        """Forget the buckets that would now be cut in another way, and all cuts of subsets."""
+        self._buckets = {key: bucket for key, bucket in self._buckets.items() if self._cut(key) == bucket.whole}
+        for bucket in self._buckets.values():
+            bucket.cuts.clear()

@@ -38,6 +38,8 @@ class CommEngine(Reduction):
         collective: "auto", "chunked", "gather" or "native".
         small: Parameters of fewer elements travel uncompressed, together.
         segment: Elements that are encoded while the ones before are on the wire.
+        dynamic: Agree before each bucket on the parameters that have a gradient on any rank. The others are not sent,
+            and nothing that is kept for them changes.
         timeout: Seconds after which a collective of the engine's own group fails; by default those of torch.
 
     Attributes:
@@ -63,6 +65,7 @@ class CommEngine(Reduction):
         collective: Collective | Literal["auto"] = "auto",
         small: int = 1024,
         segment: int = 2 * 1024 * 1024,
+        dynamic: bool = False,
         timeout: float | None = None,
     ) -> None:
         super().__init__(
@@ -73,6 +76,7 @@ class CommEngine(Reduction):
             collective=collective,
             small=small,
             segment=segment,
+            dynamic=dynamic,
             timeout=timeout,
         )
         self._failed: BaseException | None = None

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from robustdist.comm.agreement import used_anywhere
 from robustdist.comm.base import Compressor
 from robustdist.comm.buckets import Bucket, Buckets, Cut, Signature
 from robustdist.comm.cast import Identity
@@ -42,10 +44,12 @@ class Reduction:
         collective: Collective | Literal["auto"],
         small: int,
         segment: int,
+        dynamic: bool,
         timeout: float | None,
     ) -> None:
         self.error_feedback, self.sides, self.collective = error_feedback, sides, collective
         self.small, self.segment = check_count(small, "small"), check_count(segment, "segment")
+        self.dynamic = dynamic
         self.codec = self._usable(codec)
         self.memory = self._make_memory(self.codec)
         self.owned: OwnerResiduals | None = None
@@ -100,20 +104,22 @@ class Reduction:
         if self.world_size == 1:
             self.note = job.note or self.note
             return
+        used, bits = job.grads, b""
+        if self.dynamic:
+            bits, used = used_anywhere(job.grads, self._wire.either)
         if isinstance(self.codec, Identity):
-            # what DDP does by itself, bit for bit
-            self._wire.mean(job.buffer)
+            self._mean(job.buffer, used if len(used) < len(job.grads) else None)
             if job.note:
                 note = torch.tensor(job.note, device=job.buffer.device)
                 self._wire.mean(note)
                 self.note = tuple(note.tolist())
             return
-        bucket = self._buckets.find(job.grads, job.buffer)
-        layout, flat, side = bucket.cut.layout, bucket.flat, bucket.make_side(len(job.note) + 1)
+        bucket = self._buckets.find(job.grads, job.buffer, used, bits)
+        layout, flat, side = bucket.cut.layout, bucket.flat, bucket.side(len(job.note) + 1)
         leftovers = self._leftovers(layout)
         errors: list[Exception] = []
         try:
-            layout.load(job.grads, flat, side)
+            layout.load(used, flat, side)
             if self.memory is not None:
                 for place in layout.places:
                     self.memory.prepare(place.name, place.of(flat), scale=self.scale)
@@ -135,7 +141,17 @@ class Reduction:
             for place in leftovers:
                 if is_finite(place.of(side)):
                     self.memory.update(place.name, *side.new_zeros(2, place.numel))
-        layout.store(bucket.mean, side, job.grads)
+        layout.store(bucket.mean, side, used)
+
+    def _mean(self, buffer: Tensor, used: Mapping[str, Tensor] | None) -> None:
+        """Average all of a bucket, which is what DDP does by itself, bit for bit, or the gradients that are used."""
+        if used is None:
+            self._wire.mean(buffer)
+        elif used:
+            packed = torch.cat([grad.reshape(-1) for grad in used.values()])
+            self._wire.mean(packed)
+            for grad, mean in zip(used.values(), torch.split(packed, [g.numel() for g in used.values()]), strict=True):
+                grad.copy_(mean.view(grad.shape))
 
     def _leftovers(self, layout: Layout) -> list[Place]:
         """Return the parameters that now travel whole and have a residual from when they did not."""
@@ -214,7 +230,8 @@ class Reduction:
         self.memory.finish(place.name, place.of(mean), scale=self.scale)
 
     def _settings(self) -> str:
-        return repr((self.codec, self.error_feedback, self.sides, self.collective, self.small, self.segment))
+        options = (self.error_feedback, self.sides, self.collective, self.small, self.segment, self.dynamic)
+        return repr((self.codec, *options))
 
     def _usable(self, codec: Compressor) -> Compressor:
         """Return the form of a codec that can be used here."""

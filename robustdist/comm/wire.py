@@ -107,6 +107,10 @@ class Wire:
             work.wait()  # of the stream, not of this thread
         self.stats.bytes_sent += int(dense_bytes(values.numel(), self.world_size) / 4 * values.element_size())
 
+    def either(self, bits: Tensor) -> None:
+        """Replace bytes by their bitwise OR over the ranks."""
+        self.sum(bits, dist.ReduceOp.BOR)
+
     def mean(self, values: Tensor) -> None:
         """Replace values by their mean over the ranks."""
         values.mul_(1 / self.world_size)
