@@ -22,9 +22,9 @@ from robustdist.diagnostics.collect import Collector
 from robustdist.evaluation.counter import BatchCounter
 from robustdist.evaluation.identity import attacks_hash, code_text, model_hash
 from robustdist.evaluation.journal import Journal
-from robustdist.evaluation.saved import remeasure, save_examples
+from robustdist.evaluation.saved import agrees, remeasure, save_examples
 from robustdist.evaluation.tally import RobustTally
-from robustdist.report import Check, EvaluationResult, Examples, SavedScore
+from robustdist.report import EvaluationResult, Examples, SavedScore
 
 __all__ = ["EvaluationSession", "SessionOptions"]
 
@@ -122,7 +122,7 @@ class EvaluationSession:
         else:
             place = trainer.global_rank, trainer.world_size
             with attack_context(trainer, pl_module.device):
-                subset = self._collector.subset(pl_module, tally.records, *place, gathered)
+                subset = self._collector.subset(pl_module, tally.records, options.attacks, *place, gathered)
                 found = examine(subset, options.attacks, gathered, options.surrogate)
             result = with_diagnosis(result, found)
         if self.journal is not None:
@@ -140,7 +140,8 @@ class EvaluationSession:
         saved: SavedScore | None = None
         if trainer.is_global_zero and parts:
             units = next(iter(self.options.attacks.values()))
-            path = save_examples(Path(self.options.report_dir), parts, units.bounds)
+            counted = map(tuple, self.counter.tally.records.table[:, :2].tolist())
+            path = save_examples(Path(self.options.report_dir), parts, units.bounds, counted)
             alone = not callable(self.options.forward)  # a function may read more of a batch than was saved
             with attack_context(trainer, pl_module.device):
                 saved = remeasure(
@@ -156,16 +157,7 @@ class EvaluationSession:
         saved = gathered(saved)[0]
         if saved is None:
             return result
-        if saved.num_right is None:
-            check = Check(None, f"{saved.file}: the forward function reads the rest of a batch, which is not saved")
-        else:
-            equal = saved.num_samples == result.num_samples and saved.num_right == result.num_robust
-            check = Check(
-                equal,
-                f"{saved.file}: {saved.num_right} of {saved.num_samples} right when measured again, the evaluation "
-                f"counted {result.num_robust} of {result.num_samples}",
-            )
-        return replace(result, saved=saved, checks={**result.checks, "saved_examples": check})
+        return replace(result, saved=saved, checks={**result.checks, "saved_examples": agrees(saved, result)})
 
     def reported(self) -> None:
         """Remove the journal: the report is there. On rank zero."""

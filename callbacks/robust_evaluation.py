@@ -332,7 +332,7 @@ class RobustEvaluation(Callback):
         self.result, self.examples = self._finished.finish(trainer, pl_module)
         for name in ("gradient", "logits"):
             check = self.result.checks[name]
-            if not check.passed:
+            if check.passed is False:
                 self._warn_once(
                     name,
                     f"robust accuracy is not to be trusted: {check.detail}"

@@ -104,7 +104,7 @@ def larger_radius(curve: Sequence[tuple[float, Tensor]]) -> Check:
     radius, last = curve[-1]
     left = f"{_percent(last)} stay right at radius {eps_text(radius)}"
     if last.sum() > _NOTHING * len(last):
-        return Check(False, f"{left}, where every image could be turned into any other: the attack does not work")
+        return Check(False, f"{left}, where all images can be made one and the same: the attack does not work")
     return Check(True, f"accuracy falls with the radius; {left}")
 
 

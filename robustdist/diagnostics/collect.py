@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from robustdist.attacks.base import Attack
 from robustdist.diagnostics.subset import Part, Subset
+from robustdist.diagnostics.threat import compared
 from robustdist.evaluation.records import Records
 
 __all__ = ["Collector"]
@@ -64,7 +66,13 @@ class Collector:
         self._parts.append((forward, x.detach().clone(), y.clone(), keys, own, whole))
 
     def subset(
-        self, module: nn.Module, records: Records, rank: int, world_size: int, gather: Callable[[Any], list[Any]]
+        self,
+        module: nn.Module,
+        records: Records,
+        attacks: Mapping[str, Attack],
+        rank: int,
+        world_size: int,
+        gather: Callable[[Any], list[Any]],
     ) -> Subset:
         """Return what this process examines; a collective.
 
@@ -74,11 +82,13 @@ class Collector:
         Args:
             module: The module to judge.
             records: The finished records of all processes.
+            attacks: The attacks of the evaluation.
             rank: This process.
             world_size: Number of processes.
             gather: Returns the value of every process.
         """
-        robust = dict(zip(map(tuple, records.table[:, :2].tolist()), records.robust.tolist(), strict=True))
+        held = records.robust_under(compared(attacks))
+        robust = dict(zip(map(tuple, records.table[:, :2].tolist()), held.tolist(), strict=True))
         device = next((x.device for _, x, *_ in self._parts), torch.device("cpu"))
         mine = [(keys, x.cpu(), y.cpu()) for _, x, y, keys, _, whole in self._parts if not whole]
         images = {

@@ -16,6 +16,7 @@ from robustdist.diagnostics.surrogate import distilled
 from robustdist.diagnostics.threat import Threat
 from robustdist.evaluation.findings import CHECKS
 from robustdist.report.result import Check, CurvePoint
+from robustdist.report.text import eps_text
 
 __all__ = ["THOROUGH", "Diagnosis", "examine", "not_run"]
 
@@ -53,22 +54,20 @@ def examine(
     Args:
         subset: The images of this process.
         attacks: The attacks of the evaluation, which are examined.
-        gather: Returns the value of every process; a collective, entered once by each after its attacks.
+        gather: Returns the value of every process; a collective, entered by each before its attacks and after them.
         surrogate: Maps the same inputs to logits; default a small net that learns the model's answers.
     """
     threat = Threat.of(attacks)
     if threat is None:
         return Diagnosis(not_run("no attack of the evaluation has a radius"))
-    columns: dict[str, Tensor] = {}
-    radii: list[float] = []
-    if any(len(part.x) for part in subset.parts):
-        radii = threat.radii(subset.parts[0].x)
-        columns = _measure(subset, threat, radii, surrogate)
-    everyone = [(columns, radii) for columns, radii in gather((columns, radii)) if columns]
-    if not everyone:
+    images = [part.x for part in subset.parts if len(part.x)]
+    spans = gather((images[0][0].numel() if images else 0, *threat.span(images)))
+    size = max(size for size, *_ in spans)
+    if size == 0:
         return Diagnosis(not_run("there was no image"))
-    radii = everyone[0][1]
-    joined = {name: torch.cat([columns[name] for columns, _ in everyone]) for name in everyone[0][0]}
+    radii = threat.radii(size, min(low for _, low, _ in spans), max(high for *_, high in spans))
+    everyone = [columns for columns in gather(_measure(subset, threat, radii, surrogate) if images else {}) if columns]
+    joined = {name: torch.cat([columns[name] for columns in everyone]) for name in everyone[0]}
     return _judge(joined, threat, radii)
 
 
@@ -109,6 +108,8 @@ def _judge(columns: Mapping[str, Tensor], threat: Threat, radii: list[float]) ->
     with_gradients = strongest if threat.follows_gradients else most_steps & most_restarts
     white_box = with_gradients & columns["margin"]
     counts = [int(columns[name].sum()) for name in ("clean", "no margin gradient", "no ce gradient")]
+    if counts[0] == 0:
+        return Diagnosis(not_run("no image is right without attack"))
     found = {
         "gradient": checks.gradient(*counts),
         "one_step": checks.one_step(columns["clean"], columns["one step"], most_steps, max(_STEPS)),
@@ -119,6 +120,12 @@ def _judge(columns: Mapping[str, Tensor], threat: Threat, radii: list[float]) ->
         else Check(None, "random search knows images under linf and l2 only"),
         "transfer": checks.no_better("transfer from a substitute", columns["transfer"], columns["held"], white_box),
     }
+    if threat.left_out:
+        about = (
+            f" (about {threat.reference.norm} radius {eps_text(threat.eps)}; left out, being about another: "
+            f"{', '.join(threat.left_out)})"
+        )
+        found = {name: Check(check.passed, check.detail + about) for name, check in found.items()}
     curves: dict[str, Sequence[tuple[float, Tensor]]] = {"eps": by_eps, "steps": by_steps, "restarts": by_restarts}
     return Diagnosis(
         found,

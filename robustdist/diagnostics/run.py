@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from robustdist.attacks.base import Attack
 from robustdist.diagnostics.examine import Diagnosis, examine
 from robustdist.diagnostics.subset import Part, Subset
+from robustdist.diagnostics.threat import compared
 from robustdist.evaluation.findings import CHECKS
 from robustdist.evaluation.identity import model_hash
 from robustdist.evaluation.tally import RobustTally
@@ -73,7 +74,7 @@ def diagnose(
         x=x[chosen].detach().clone(),
         y=y[chosen].clone(),
         ids=kept.tolist(),
-        held=tally.records.robust[kept],
+        held=tally.records.robust_under(compared(attacks))[kept],
         own=torch.ones(len(kept), dtype=torch.bool),
     )
     diagnosis = examine(Subset(module, [part], batch_size), attacks, _alone, surrogate)
@@ -88,7 +89,8 @@ def with_diagnosis(result: EvaluationResult, diagnosis: Diagnosis) -> Evaluation
         if cheap is None:
             checks[name] = found
         elif cheap.passed is not False:
-            checks[name] = Check(found.passed, f"{cheap.detail}; {found.detail}")
+            passed = cheap.passed if found.passed is None else found.passed
+            checks[name] = Check(passed, f"{cheap.detail}; {found.detail}")
         else:
             checks[name] = Check(False, f"{cheap.detail}; {found.detail}")
     ordered = {name: checks[name] for name in CHECKS if name in checks}

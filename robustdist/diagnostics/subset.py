@@ -24,7 +24,7 @@ class Part:
         x: Inputs, shape (n, ...).
         y: Class indices, shape (n,).
         ids: One integer per image, for the random draws.
-        held: Which images the attacks of the evaluation left right, shape (n,), bool.
+        held: Which images those attacks of the evaluation left right that share one threat model, shape (n,), bool.
         own: Which images this process judges, shape (n,), bool; the others only teach the substitute.
         whole: Whether all rows must stay together, because ``forward`` reads the rest of their batch.
     """

@@ -11,15 +11,9 @@ from torch import Tensor
 from robustdist.attacks.base import Attack
 from robustdist.evaluation.forwards import NUM_FORWARDS
 from robustdist.evaluation.records import Records
-from robustdist.report.result import Check
+from robustdist.report.result import CHECKS, Check
 
 __all__ = ["CHECKS", "Findings", "cheap_checks", "excess"]
-
-#: All checks in the order of a report. Those of the second line need attacks of their own (robustdist.diagnostics).
-CHECKS = (
-    "budget", "gradient", "logits", "deterministic", "counted_once", "plain_forward", "classes", "zero_radius",
-    "one_step", "larger_radius", "more_steps", "black_box", "transfer",
-)  # fmt: skip
 
 # Rounding by which a perturbation may exceed its radius, relative to the pixel range.
 _BUDGET_SLACK = 1e-6
@@ -46,6 +40,7 @@ class Findings:
         autograd: 1 if the forward pass differentiates something itself.
         num_classes: Logits per image.
         moved_at_zero: Predictions that an attack with radius 0 changed.
+        radii: Attacks that have a radius, and so can be given the radius 0.
         uncertain: 1 if padded samples could not be told from real ones.
     """
 
@@ -56,6 +51,7 @@ class Findings:
     autograd: float = 0.0
     num_classes: float = 0.0
     moved_at_zero: float = 0.0
+    radii: float = 0.0
     uncertain: float = 0.0
 
     def merge(self, others: Sequence[Findings]) -> None:
@@ -90,14 +86,17 @@ def excess(attack: Attack, x_adv: Tensor, x: Tensor, mask: Tensor | None = None)
 
 
 def cheap_checks(records: Records, findings: Findings) -> dict[str, Check]:
-    """Return the checks that cost an evaluation nothing but a few forward passes."""
+    """Return the checks that cost an evaluation nothing but a few forward passes.
+
+    What there was nothing to look at for, no image or no attack with a radius, counts as not run.
+    """
     attacked = int(records.clean.sum()) * len(records.attacks)
     blind = sum(int(records.column(name, "blind").sum()) for name in records.attacks)
     share = blind / max(1, attacked)
     classes = int(findings.num_classes)
     targets = max(1, min(9, classes - 1))
-    enough = classes == 0 or classes >= _CLASSES_OF_DLR
-    return {
+    enough = classes >= _CLASSES_OF_DLR
+    checks = {
         "budget": Check(
             findings.excess <= _BUDGET_SLACK,
             f"largest excess over the radius or the pixel range: {findings.excess:.1e}",
@@ -131,12 +130,12 @@ def cheap_checks(records: Records, findings: Findings) -> dict[str, Check]:
             else "the forward pass calls no autograd",
         ),
         "classes": Check(
-            enough,
+            True if enough else None,
             f"{classes} classes, targeted losses reach {targets} other classes"
             if enough
             else f"{classes} classes, but the targeted difference-of-logits loss needs {_CLASSES_OF_DLR}: the fallback "
             f"is cross-entropy and the margin loss with {targets} target{'s' if targets > 1 else ''}, "
-            "which is not the published ensemble",
+            "which is not the published ensemble, so nothing can be checked against that",
         ),
         "zero_radius": Check(
             not findings.moved_at_zero,
@@ -145,3 +144,11 @@ def cheap_checks(records: Records, findings: Findings) -> dict[str, Check]:
             else "with radius 0 every attack leaves the clean accuracy as it is",
         ),
     }
+    idle = {}
+    if not findings.radii:
+        idle = {"zero_radius": "no attack of the evaluation has a radius"}
+    if attacked == 0:
+        idle |= dict.fromkeys(("budget", "gradient"), "no image was attacked")
+    if classes == 0:
+        idle |= dict.fromkeys(checks, "there was no image")
+    return checks | {name: Check(None, reason) for name, reason in idle.items() if checks[name].passed is not False}

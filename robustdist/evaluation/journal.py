@@ -221,9 +221,9 @@ class Journal:
         os.fsync(self._file.fileno())
 
     def image_files(self) -> list[Path]:
-        """Return the files of adversarial images that all processes wrote, in all runs; a collective."""
+        """Return the files of adversarial images that all processes wrote, those of later runs last; a collective."""
         names = {name for files in self.gather(self._image_files) for name in files}
-        return [self.folder / name for name in sorted(names)]
+        return [self.folder / name for name in sorted(names, key=_run_rank_number)]
 
     def close(self) -> None:
         """Stop writing."""
@@ -235,3 +235,8 @@ class Journal:
         """Delete the folder: the evaluation is finished and reported."""
         self.close()
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _run_rank_number(name: str) -> list[int]:
+    """Return the numbers in the name of a file of images: as text, run 10 would come before run 9."""
+    return [int(part) for part in name.removesuffix(".pt").split("-")[1:]]

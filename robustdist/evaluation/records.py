@@ -84,8 +84,12 @@ class Records:
     @property
     def robust(self) -> Tensor:
         """Which images are right without attack and under every attack, shape (images,), bool."""
+        return self.robust_under(self.attacks)
+
+    def robust_under(self, names: Iterable[str]) -> Tensor:
+        """Return which images are right without attack and under each of some attacks, shape (images,), bool."""
         robust = self.clean
-        for name in self.attacks:
+        for name in names:
             robust = robust & self.held(name)
         return robust
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,10 +15,11 @@ from robustdist.attacks.pgd import PGD
 from robustdist.core.files import write_whole
 from robustdist.core.forward import guarded_logits
 from robustdist.errors import UsageError
-from robustdist.report.result import SavedScore
+from robustdist.report.result import Check, EvaluationResult, SavedScore
 
 __all__ = [
     "SavedExamples",
+    "agrees",
     "from_8bit",
     "load_examples",
     "remeasure",
@@ -84,13 +85,20 @@ def save_part(path: Path, pixels: Tensor, loader: Tensor, ids: Tensor, labels: T
     write_whole(path, saved_bytes({name: value.cpu().clone() for name, value in named.items()}))
 
 
-def save_examples(folder: Path, parts: Sequence[Path], bounds: Sequence[float] | None) -> Path:
+def save_examples(
+    folder: Path,
+    parts: Sequence[Path],
+    bounds: Sequence[float] | None,
+    counted: Iterable[tuple[int, int]] | None = None,
+) -> Path:
     """Collect the images of all batches into one file, sorted by loader and id, each image once.
 
     Args:
         folder: Where ``examples.safetensors`` is written, or ``examples.pt`` without the package safetensors.
-        parts: Files of :func:`save_part`.
+        parts: Files of :func:`save_part`; of an image that is in several the last one counts.
         bounds: Smallest and largest pixel; None for inputs without a range, which have no 8-bit version.
+        counted: Loader and id of the images to keep, None for all: an earlier run may have attacked more than the
+            evaluation counts now.
 
     Returns:
         The path of the file. It is put together in memory.
@@ -98,7 +106,8 @@ def save_examples(folder: Path, parts: Sequence[Path], bounds: Sequence[float] |
     loaded = [torch.load(path, weights_only=True) for path in parts]
     joined = {name: torch.cat([part[name] for part in loaded]) for name in ("x_adv", "loader", "id", "label")}
     places = {key: row for row, key in enumerate(zip(joined["loader"].tolist(), joined["id"].tolist(), strict=True))}
-    order = torch.tensor([places[key] for key in sorted(places)], dtype=torch.int64)
+    kept = sorted(places if counted is None else places.keys() & set(counted))
+    order = torch.tensor([places[key] for key in kept], dtype=torch.int64)
     content = {name: value[order].contiguous() for name, value in joined.items()}
     content["bounds"] = torch.tensor([] if bounds is None else list(bounds), dtype=torch.float64)
     if bounds is not None:
@@ -196,4 +205,15 @@ def remeasure(
         num_samples=len(saved.label),
         num_right=count(lambda part: saved.x_adv[part]),
         num_right_8bit=None if levels is None else count(lambda part: from_8bit(levels[part], bounds)),
+    )
+
+
+def agrees(saved: SavedScore, result: EvaluationResult) -> Check:
+    """Judge whether saved examples give the robust accuracy that the evaluation counted, image for image."""
+    if saved.num_right is None:
+        return Check(None, f"{saved.file}: the forward function reads the rest of a batch, which is not saved")
+    return Check(
+        (saved.num_right, saved.num_samples) == (result.num_robust, result.num_samples),
+        f"{saved.file}: {saved.num_right} of {saved.num_samples} right when measured again, the evaluation counted "
+        f"{result.num_robust} of {result.num_samples}",
     )

@@ -182,9 +182,10 @@ class RobustTally:
         self._looked_at_forward = True
         self.precision = str(x.dtype).removeprefix("torch.")
         repeated = repeat_forward(module, forward, x)
-        moved = 0
+        moved = radii = 0
         for attack in self.attacks.values():
             if attack.radius is not None:
+                radii += 1
                 # what an attack attacks, in its units and number format, is the model that is judged
                 problem = attack.problem(forward, x, y, Noise(attack.seed))
                 attacked = guarded_logits(module, problem.logits, problem.x)
@@ -198,6 +199,7 @@ class RobustTally:
                     autograd=float(calls_autograd(module, forward, x)),
                     num_classes=logits.shape[1],
                     moved_at_zero=moved,
+                    radii=radii,
                 )
             ]
         )

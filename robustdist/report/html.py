@@ -238,6 +238,7 @@ def _leaderboard(leaderboard: Mapping[str, Any]) -> str:
         return ""
     text = escape(json.dumps(dict(leaderboard), indent=1, ensure_ascii=False, default=str))
     return (
-        "<h2>Row for a leaderboard</h2>\n<p class='soft'>RobustBench's fields; null is what nobody told.</p>\n"
+        "<h2>Row for a leaderboard</h2>\n"
+        "<p class='soft'>RobustBench's fields; null is what nobody told or checked.</p>\n"
         f'<pre tabindex="0">{text}</pre>'
     )

@@ -10,7 +10,7 @@ from typing import Any
 
 from robustdist.errors import UsageError
 from robustdist.report.result import EvaluationResult
-from robustdist.report.text import is_standard_autoattack
+from robustdist.report.text import standard_autoattacks
 
 __all__ = ["FIELDS", "checked_row", "leaderboard_row", "radius_string"]
 
@@ -59,19 +59,20 @@ def leaderboard_row(
     """Return the row; what cannot be known is None.
 
     Accuracies are strings in percent with two decimals, as on the board. ``autoattack_acc`` is there only if
-    AutoAttack ran in its standard version as published. ``unreliable`` says whether a check failed.
+    AutoAttack ran in its standard version as published. ``unreliable`` is True if a check failed, False if all were
+    run and passed, and None, not known, if one of them was not run or could not be.
 
     Args:
         result: The evaluation.
         known: Fields that only the user knows.
         architecture: Name of the model's class, unless the user gave one.
     """
-    standard = [name for name, score in result.attacks.items() if is_standard_autoattack(score.settings)]
+    standard = standard_autoattacks(result)
     eps = result.threat_model.get("eps")
     row = dict.fromkeys(FIELDS) | {"architecture": architecture} | dict(known)
     return row | {
         "eps": radius_string(float(eps)) if isinstance(eps, (int, float)) else None,
         "clean_acc": f"{100 * result.clean_acc:.2f}",
         "autoattack_acc": f"{100 * result.attack_acc(standard[0]):.2f}" if standard else None,
-        "unreliable": bool(result.failed_checks),
+        "unreliable": True if result.failed_checks else None if result.unchecked else False,
     }

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 __all__ = [
+    "CHECKS",
     "AttackScore",
     "Check",
     "ClassScore",
@@ -20,6 +21,13 @@ __all__ = [
     "Step",
     "wilson_interval",
 ]
+
+
+#: All checks in the order of a report. Those of the second line need attacks of their own (robustdist.diagnostics).
+CHECKS = (
+    "budget", "gradient", "logits", "deterministic", "counted_once", "plain_forward", "classes", "zero_radius",
+    "one_step", "larger_radius", "more_steps", "black_box", "transfer",
+)  # fmt: skip
 
 
 def wilson_interval(successes: int, trials: int, z: float = 1.959964) -> tuple[float, float]:
@@ -180,6 +188,11 @@ class EvaluationResult:
     def failed_checks(self) -> list[str]:
         """Names of the checks that were run and did not pass."""
         return [name for name, check in self.checks.items() if check.passed is False]
+
+    @property
+    def unchecked(self) -> list[str]:
+        """Names of the checks that were not run, or could not be."""
+        return [name for name in CHECKS if name not in self.checks or self.checks[name].passed is None]
 
     def to_dict(self) -> dict[str, Any]:
         """Return the content of ``report.json``; checks that were not run stand apart, under "checks_not_run"."""

@@ -15,11 +15,11 @@ __all__ = [
     "eps_text",
     "exact_text",
     "interval_text",
-    "is_standard_autoattack",
     "percent",
     "seconds_text",
     "setting_text",
     "short_settings",
+    "standard_autoattacks",
     "threat_model_text",
 ]
 
@@ -162,15 +162,25 @@ def checks_text(result: EvaluationResult) -> str:
 
 def bound_text(result: EvaluationResult) -> str:
     """Return what kind of number the robust accuracy is: "AutoAttack standard", or an upper bound and why."""
-    if any(is_standard_autoattack(score.settings) for score in result.attacks.values()):
-        return "AutoAttack standard"
-    return "upper bound"
+    # under several threat models the worst case is that of none of them
+    mixed = result.threat_model.get("norm") == "mixed"
+    return "AutoAttack standard" if standard_autoattacks(result) and not mixed else "upper bound"
 
 
-def is_standard_autoattack(settings: Mapping[str, Any]) -> bool:
-    """Return whether an attack's settings are those of AutoAttack in its standard version, as published."""
+def standard_autoattacks(result: EvaluationResult) -> list[str]:
+    """Return the names of the attacks that are AutoAttack in its standard version, as published.
+
+    With fewer than four classes none is: the losses are others then (check "classes").
+    """
     published = {"attack": "AutoAttack", "version": "standard", "steps": 100, "queries": 5000, "precision": "32"}
-    return all(settings.get(name) == value for name, value in published.items())
+    classes = result.checks.get("classes")
+    if classes is not None and not classes.passed:
+        return []
+    return [
+        name
+        for name, score in result.attacks.items()
+        if all(score.settings.get(option) == value for option, value in published.items())
+    ]
 
 
 def exact_text(value: Any) -> str:

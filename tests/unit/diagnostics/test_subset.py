@@ -12,6 +12,7 @@ from robustdist.core.ranks import gathered
 from robustdist.core.testing import run_ranks, toy_images
 from robustdist.diagnostics import Part, Subset, diagnose, examine
 from robustdist.diagnostics.collect import Collector
+from robustdist.diagnostics.examine import _judge
 from robustdist.diagnostics.surrogate import distilled
 from robustdist.diagnostics.threat import Threat
 from robustdist.evaluation import RobustTally
@@ -112,7 +113,7 @@ def test_the_collected_subset_knows_the_verdicts_of_the_evaluation(toy):
     net, x, y = toy
     tally, collector = collected(net, x, y, 0, 1)
     tally.reduce(alone)
-    subset = collector.subset(net, tally.records, 0, 1, alone)
+    subset = collector.subset(net, tally.records, ATTACKS, 0, 1, alone)
     (part,) = subset.parts
     places = list(range(0, 36, 3))
     assert part.ids == places
@@ -129,13 +130,13 @@ def test_processes_come_to_one_diagnosis(toy, world_size):
     def work(rank):
         tally, collector = collected(net, x, y, rank, world_size)
         tally.reduce(gathered)
-        subset = collector.subset(net, tally.records, rank, world_size, gathered)
+        subset = collector.subset(net, tally.records, ATTACKS, rank, world_size, gathered)
         found = examine(subset, ATTACKS, gathered)
         return found.checks, found.curves
 
     tally, collector = collected(net, x, y, 0, 1)
     tally.reduce(alone)
-    single = examine(collector.subset(net, tally.records, 0, 1, alone), ATTACKS, alone)
+    single = examine(collector.subset(net, tally.records, ATTACKS, 0, 1, alone), ATTACKS, alone)
     assert run_ranks(work, world_size) == [(single.checks, single.curves)] * world_size
     assert [point.num_samples for point in single.curves["eps"]] == [12] * len(single.curves["eps"])
 
@@ -162,15 +163,66 @@ def test_curves_begin_and_end_where_they_must(toy):
         ("linf", 8, (0, 255), 127.5),
         ("l2", 0.5, (0, 1), 3.0),
         ("l1", 4.0, (0, 1), 18.0),
-        ("linf", 0.1, None, 1.6),
+        # without a box: half the range of the images, or the whole
+        ("linf", 0.1, None, 4.0),
+        ("l2", 0.1, None, 24.0),
+        ("linf", 5.0, None, 8.0),
+        ("linf", 9.0, None, 9.0),
     ],
 )
 def test_the_largest_radius_spares_nobody(norm, eps, bounds, largest):
     threat = Threat.of({"a": PGD(norm=norm, eps=eps, bounds=bounds)})
-    radii = threat.radii(torch.zeros(2, 1, 6, 6))
+    images = [torch.full((1, 1, 6, 6), -3.0), torch.zeros(0, 1, 6, 6), torch.full((2, 1, 6, 6), 5.0)]
+    low, high = threat.span(images)
+    assert (low, high) == ((-3.0, 5.0) if bounds is None else bounds)
+    radii = threat.radii(36, low, high)
     assert radii[-1] == pytest.approx(largest)
     assert radii == sorted(set(radii))
     assert eps in radii
+
+
+def test_without_a_box_the_radius_grows_until_the_attack_can_do_anything(toy):
+    net, x, y = toy
+    # a sixteenfold radius would still be nothing beside images of this range
+    result = diagnose(net, x, y, {"pgd": PGD(eps=1e-3, steps=3, bounds=None)}, check_samples=40)
+    assert result.curves["eps"][-1].value == pytest.approx(float(x.max() - x.min()) / 2)
+    assert result.checks["larger_radius"].passed, result.checks["larger_radius"]
+
+
+def test_only_attacks_with_one_threat_model_are_held_against_it(toy):
+    net, x, y = toy
+    attack = PGD(eps=0.02, steps=5)
+    alone_ = diagnose(net, x, y, {"pgd": attack}, check_samples=40)
+    # the last two are another threat model, the second one is not
+    others = {"big": PGD(eps=0.4, steps=5), "l2": PGD(norm="l2", eps=3.0, steps=5)}
+    mixed = diagnose(net, x, y, {"pgd": attack, "same": PGD(eps="1/50", steps=1), **others}, check_samples=40)
+    assert mixed.robust_acc < alone_.robust_acc, "the example shows nothing"
+    about = " (about linf radius 0.02; left out, being about another: big, l2)"
+    for name in ("one_step", "larger_radius", "more_steps", "black_box", "transfer"):
+        assert mixed.checks[name] == Check(alone_.checks[name].passed, alone_.checks[name].detail + about)
+
+
+def verdicts_but(*wrong):
+    right = torch.ones(200, dtype=torch.bool)
+    right[list(wrong)] = False
+    return right
+
+
+@pytest.mark.parametrize("follows", [True, False])
+def test_what_black_boxes_are_held_against(follows):
+    # every attack breaks an image that no other breaks, so each one that is forgotten is seen
+    columns = {name: verdicts_but() for name in ("clean", "one step", "black box", "transfer")}
+    columns |= {f"steps {steps}": verdicts_but(1) for steps in (1, 2, 5, 10, 20, 50)} | {"eps 0": verdicts_but(2)}
+    columns |= {f"restarts {count}": verdicts_but(3) for count in (1, 2, 5)}
+    columns |= {"held": verdicts_but(4), "margin": verdicts_but(5)}
+    columns |= {"no margin gradient": ~verdicts_but(), "no ce gradient": ~verdicts_but()}
+    reference = PGD(eps=0.1)
+    found = _judge(columns, Threat(reference, follows), [0.1])
+    assert "more steps and restarts 98.5 %" in found.checks["more_steps"].detail  # without 1, 3 and 4
+    for name in ("black_box", "transfer"):
+        # without 1, 3 and 5, and without 4 if the evaluation itself has nothing but gradients
+        white = "98.0" if follows else "98.5"
+        assert f"the evaluation 99.5 %, all attacks with gradients {white} %" in found.checks[name].detail
 
 
 def test_the_threat_is_that_of_the_first_attack_with_a_radius():

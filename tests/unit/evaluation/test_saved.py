@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from robustdist.errors import UsageError
 from robustdist.evaluation import load_examples, remeasure
-from robustdist.evaluation.saved import from_8bit, save_examples, save_part, to_8bit
-from robustdist.report import SavedScore
+from robustdist.evaluation.saved import agrees, from_8bit, save_examples, save_part, to_8bit
+from robustdist.report import AttackScore, EvaluationResult, SavedScore
 
 from .support import Echo, images
 
@@ -60,6 +60,31 @@ def test_loaders_have_ids_of_their_own(tmp_path):
     assert list(zip(saved.loader.tolist(), saved.id.tolist(), strict=True)) == [(0, 0), (0, 2), (1, 0), (1, 1)]
     assert saved.x_adv_8bit is None
     assert saved.bounds.numel() == 0
+
+
+def test_only_the_images_that_were_counted_are_in_the_file(tmp_path):
+    earlier = parts_in(tmp_path, X, Y, [[3, 1], [0, 4, 2]])
+    again = parts_in(tmp_path, X.flip(1), Y, [[1]], loader=1)  # other pixels
+    content = torch.load(again[0], weights_only=True)
+    torch.save(content | {"loader": torch.tensor([0])}, again[0])
+    path = save_examples(tmp_path, [*earlier, *again], (0.0, 1.0), [(0, 0), (0, 1), (0, 2), (1, 4)])
+    saved = load_examples(path)
+    assert saved.id.tolist() == [0, 1, 2]
+    assert torch.equal(saved.x_adv, torch.stack([X[0], X[1].flip(0), X[2]]))
+    score = remeasure(Echo(), path)
+    assert (score.num_samples, score.num_right, score.num_right_8bit) == (3, 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("right", "total", "passed"), [(2, 5, True), (3, 5, False), (2, 4, False), (3, 4, False), (None, 5, None)]
+)
+def test_saved_examples_are_held_against_the_evaluation(right, total, passed):
+    attack = {"pgd": AttackScore(2, 1.0, {})}
+    result = EvaluationResult(num_samples=5, num_clean=4, num_robust=2, attacks=attack, threat_model={})
+    # the 8-bit version has a number of its own
+    found = agrees(SavedScore("x.pt", total, right, 0), result)
+    assert found.passed is passed
+    assert found.detail.startswith("x.pt: ")
 
 
 @pytest.mark.parametrize("bounds", [(0.0, 1.0), (0.0, 255.0), (-1.0, 1.0)])

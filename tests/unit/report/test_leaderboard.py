@@ -9,6 +9,8 @@ import pytest
 from robustdist.errors import UsageError
 from robustdist.report import AttackScore, Check, leaderboard_row, write_report
 from robustdist.report.leaderboard import FIELDS, checked_row, radius_string
+from robustdist.report.result import CHECKS
+from robustdist.report.text import bound_text
 
 from .conftest import make_result
 
@@ -23,8 +25,7 @@ def test_the_row_has_the_fields_of_the_board_and_null_for_the_unknown():
     )  # fmt: skip
     assert row["eps"] == "8/255"
     assert row["clean_acc"] == "95.00"
-    assert row["unreliable"] is False
-    assert {name for name, value in row.items() if value is None} == set(FIELDS) - {"eps", "clean_acc", "unreliable"}
+    assert {name for name, value in row.items() if value is None} == set(FIELDS) - {"eps", "clean_acc"}
 
 
 def test_the_accuracy_under_autoattack_is_there_only_if_it_ran_as_published():
@@ -32,11 +33,26 @@ def test_the_accuracy_under_autoattack_is_there_only_if_it_ran_as_published():
     for change, expected in (({}, "60.50"), ({"version": "plus"}, None), ({"steps": 10}, None)):
         attacks = {"pgd": weaker, "aa": AttackScore(121, 1.0, STANDARD | change)}
         assert leaderboard_row(make_result(attacks=attacks))["autoattack_acc"] == expected
+    few = make_result(attacks={"aa": AttackScore(121, 1.0, STANDARD)}, checks={"classes": Check(None, "3 classes")})
+    assert leaderboard_row(few)["autoattack_acc"] is None
+    assert bound_text(few) == "upper bound"
 
 
-@pytest.mark.parametrize(("passed", "unreliable"), [(True, False), (None, False), (False, True)])
-def test_a_failed_check_makes_it_unreliable(passed, unreliable):
-    checks = {"logits": Check(True, ""), "transfer": Check(passed, "")}
+ALL = {name: Check(True, "") for name in CHECKS}
+
+
+@pytest.mark.parametrize(
+    ("checks", "unreliable"),
+    [
+        (ALL, False),
+        ({name: ALL[name] for name in CHECKS[:8]}, None),
+        *((ALL | {name: Check(None, "")}, None) for name in ("classes", "transfer")),
+        (ALL | {"transfer": Check(False, "")}, True),
+        ({"logits": Check(False, ""), "transfer": Check(None, "")}, True),
+        (ALL | {"saved_examples": Check(False, "")}, True),
+    ],
+)
+def test_only_a_failed_check_makes_it_unreliable_and_only_all_of_them_make_it_reliable(checks, unreliable):
     assert leaderboard_row(make_result(checks=checks))["unreliable"] is unreliable
 
 
