@@ -11,14 +11,24 @@ from robustdist.bench.comm import bench_comm
 if TYPE_CHECKING:
     from robustdist.bench.auto_attack import bench_auto_attack
     from robustdist.bench.comm_accuracy import bench_comm_accuracy
+    from robustdist.bench.comm_train import bench_comm_train
     from robustdist.bench.objectives import bench_objectives
     from robustdist.bench.text import bench_text
 
-__all__ = ["bench_attack", "bench_auto_attack", "bench_comm", "bench_comm_accuracy", "bench_objectives", "bench_text"]
+__all__ = [
+    "bench_attack",
+    "bench_auto_attack",
+    "bench_comm",
+    "bench_comm_accuracy",
+    "bench_comm_train",
+    "bench_objectives",
+    "bench_text",
+]
 
 _NEED_LIGHTNING = {
     "bench_auto_attack": "auto_attack",
     "bench_comm_accuracy": "comm_accuracy",
+    "bench_comm_train": "comm_train",
     "bench_objectives": "objectives",
     "bench_text": "text",
 }

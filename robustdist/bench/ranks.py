@@ -21,6 +21,7 @@ __all__ = ["RanksError", "run_task"]
 #: What a rank can be asked to do: module and function.
 TASKS = {
     "reduce": ("robustdist.bench.comm_reduce", "measure"),
+    "train": ("robustdist.bench.comm_train", "run_rank"),
 }
 
 

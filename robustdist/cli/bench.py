@@ -11,6 +11,7 @@ from robustdist.bench import (
     bench_auto_attack,
     bench_comm,
     bench_comm_accuracy,
+    bench_comm_train,
     bench_objectives,
     bench_text,
 )
@@ -26,6 +27,7 @@ def run_bench(args: Sequence[str]) -> None:
             "autoattack": bench_auto_attack,
             "comm": bench_comm,
             "comm_accuracy": bench_comm_accuracy,
+            "comm_train": bench_comm_train,
             "objectives": bench_objectives,
             "text": bench_text,
         },
