@@ -158,15 +158,17 @@ class _Watch(Callback):
         self.bits: list[int] = []
         self.codec = ""
 
-    def on_train_batch_end(
-        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        self.times.append(time.perf_counter())
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         strategy = trainer.strategy
         if isinstance(strategy, CompressedDDPStrategy) and strategy.engine is not None:
             self.codec = repr(strategy.engine.codec)
             if strategy.chosen_bits is not None:
                 self.bits.append(strategy.chosen_bits)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        self.times.append(time.perf_counter())
 
 
 def run_rank(row: str, steps: int, width: int, seed: int) -> dict[str, Any]:
