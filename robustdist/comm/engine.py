@@ -15,7 +15,8 @@ from torch import Tensor
 
 from robustdist.comm.base import Compressor
 from robustdist.comm.cost import Collective
-from robustdist.comm.jobs import Job
+from robustdist.comm.grouping import Group
+from robustdist.comm.jobs import Job, Times
 from robustdist.comm.reduction import Reduction
 from robustdist.comm.wire import RankError
 from robustdist.errors import RobustDistWarning
@@ -80,7 +81,7 @@ class CommEngine(Reduction):
             timeout=timeout,
         )
         self._failed: BaseException | None = None
-        self._step: int | None = None
+        self._times = Times()
         self._jobs: SimpleQueue[Job | Compressor | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="robustdist-comm", daemon=True)
         self._thread.start()
@@ -101,7 +102,7 @@ class CommEngine(Reduction):
         """
         self._check_open()
         future: torch.futures.Future[Tensor] = torch.futures.Future()
-        self._jobs.put(Job(dict(grads), buffer, future, step, tuple(map(float, note))))
+        self._jobs.put(Job(dict(grads), buffer, future, step, tuple(map(float, note)), perf_counter()))
         return future
 
     def change(self, codec: Compressor) -> None:
@@ -155,6 +156,14 @@ class CommEngine(Reduction):
             "wait_seconds": stats.wait_seconds,
         }
 
+    def bucket_times(self) -> list[Group]:
+        """Return the buckets of the last step that are done, with the seconds that they took and were waited for.
+
+        ``begin`` is when the thread took the bucket, ``end`` when its mean was there; ``exposed`` counts from the last
+        submission on, when the backward pass is taken to have ended.
+        """
+        return self._times.groups()
+
     def _check_open(self) -> None:
         if not self._thread.is_alive():
             raise RuntimeError("the engine was closed: make a new one")
@@ -186,7 +195,8 @@ class CommEngine(Reduction):
         with torch.no_grad():
             self.reduce(job)
         self.stats.calls += 1
-        self.stats.steps += job.step != self._step
-        self._step = job.step
-        self.stats.seconds += perf_counter() - begin
+        self.stats.steps += job.step != self._times.step
+        end = perf_counter()
+        self._times.add(job, begin, end)
+        self.stats.seconds += end - begin
         job.future.set_result(job.buffer)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+
+from robustdist.comm.grouping import Group, expose
 
 __all__ = ["Job", "Stats"]
 
@@ -20,6 +22,41 @@ class Job:
     future: torch.futures.Future[Tensor]
     step: int
     note: tuple[float, ...]
+    submitted: float
+
+
+@dataclass
+class Times:
+    """When the buckets of one step were submitted, begun and done, on the clock of this process."""
+
+    step: int | None = None
+    names: list[tuple[str, ...]] = field(default_factory=list)
+    num_bytes: list[int] = field(default_factory=list)
+    moments: list[tuple[float, float, float]] = field(default_factory=list)
+
+    def add(self, job: Job, begin: float, end: float) -> None:
+        """Add a bucket that is done; the first one of another step replaces those of the last."""
+        if job.step != self.step:
+            self.step, self.names, self.num_bytes, self.moments = job.step, [], [], []
+        self.names.append(tuple(job.grads))
+        self.num_bytes.append(sum(grad.numel() * grad.element_size() for grad in job.grads.values()))
+        self.moments.append((job.submitted, begin, end))
+
+    def groups(self) -> list[Group]:
+        """Return the buckets with their times from the first submission on.
+
+        The backward pass counts as ended with the last submission.
+        """
+        if not self.moments:
+            return []
+        start, last = self.moments[0][0], self.moments[-1][0]
+        exposed = expose([end for *_, end in self.moments], last)
+        return [
+            Group(names, size, ready - start, begin - start, end - start, seconds)
+            for names, size, (ready, begin, end), seconds in zip(
+                self.names, self.num_bytes, self.moments, exposed, strict=True
+            )
+        ]
 
 
 @dataclass

@@ -14,6 +14,7 @@ from robustdist import RobustDistWarning, UsageError
 from robustdist.comm import DGC, EF21, FP16, QSGD, Compressor, Identity, Int8, Sign, TopK
 from robustdist.comm.cost import dense_bytes, sent_bytes
 from robustdist.comm.engine import CommEngine
+from robustdist.comm.grouping import Group, expose
 from robustdist.core.testing import run_ranks
 from tests.unit.comm.test_engine import CODECS, SHAPES, exact, gradients, reduce
 
@@ -231,18 +232,54 @@ def test_no_codec_gives_anything_to_a_parameter_that_got_no_gradient():
     assert all(run_ranks(run, 3)[0])
 
 
+def be_late() -> None:
+    """Wait until the other rank is at its own barrier, and then some more."""
+    dist.barrier()
+    time.sleep(0.25)
+
+
+def test_each_bucket_of_a_step_has_its_times():
+    def run(rank: int) -> list[Group]:
+        engine = CommEngine(Int8())
+        for step in range(2):
+            futures = []
+            for name in "abc":
+                if rank == 1 and name == "c":
+                    be_late()
+                futures.append(engine.submit(*gradients(rank, step, {name: SHAPES[name]}), step=step))
+            if rank == 0:
+                dist.barrier()
+            for future in futures:
+                future.wait()
+        engine.close()
+        return engine.bucket_times()
+
+    for rank, groups in enumerate(run_ranks(run, 2)):
+        assert [group.names for group in groups] == [("a",), ("b",), ("c",)], "of the last step alone"
+        assert [group.num_bytes for group in groups] == [4 * math.prod(SHAPES[name]) for name in "abc"]
+        assert groups[0].ready == 0
+        assert all(group.ready <= group.begin < group.end for group in groups)
+        assert [group.exposed for group in groups] == pytest.approx(
+            expose([group.end for group in groups], groups[-1].ready)
+        )
+        assert rank == 1 or groups[2].exposed > 0.2
+
+
 @pytest.mark.parametrize("codec", [Identity(), Int8()], ids=repr)
 def test_waiting_and_coding_are_counted_apart(codec):
     def run(rank: int) -> dict[str, float]:
         engine = CommEngine(codec)
         if rank == 1:
-            time.sleep(0.3)
-        reduce(engine, rank, 0)
+            be_late()
+        future = engine.submit(*gradients(rank, 0), step=0)
+        if rank == 0:
+            dist.barrier()
+        future.wait()
         engine.close()
         return engine.comm_stats()
 
     early, late = run_ranks(run, 2)
-    assert early["wait_seconds"] > 0.2 > late["wait_seconds"]
+    assert early["wait_seconds"] > 0.2
     for stats in (early, late):
         assert (stats["codec_seconds"] > 0) == isinstance(codec, Int8)
         assert stats["codec_seconds"] + stats["wait_seconds"] <= stats["seconds"]
