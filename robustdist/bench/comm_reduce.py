@@ -72,7 +72,17 @@ def make_buckets(numel: int, *, one_bucket: bool) -> list[Bucket]:
 
 
 class Reducer(ABC):
-    """One way to average; made anew for every visit, so that rows do not add up in memory."""
+    """One way to average; made anew for every visit, so that rows do not add up in memory.
+
+    Attributes:
+        judged: The step whose result is compared with the exact mean, in the first visit.
+    """
+
+    judged = 0
+
+    def warm_up(self, number: int) -> int:
+        """Return how many steps are not timed in visit ``number``; more than ``judged`` in the first."""
+        return 1
 
     @abstractmethod
     def reduce(self, buckets: Sequence[Bucket], step: int) -> None:
@@ -92,6 +102,10 @@ class Reducer(ABC):
 class Plain(Reducer):
     """As DDP does without a hook."""
 
+    def warm_up(self, number: int) -> int:
+        """Return 0 from the second visit on: there is no state."""
+        return int(number == 0)
+
     def reduce(self, buckets: Sequence[Bucket], step: int) -> None:
         """Divide and sum."""
         works = []
@@ -109,9 +123,13 @@ class Hook(Reducer):
         self.state: Any = None
         self.hook: Any = default_hooks.fp16_compress_hook
         if kind == "powersgd":
-            # it sends the first two steps as they are
+            self.judged = 2  # it sends the first two steps as they are
             self.state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
             self.hook = powerSGD_hook.powerSGD_hook
+
+    def warm_up(self, number: int) -> int:
+        """Return one step that is as those that are timed."""
+        return self.judged + 1
 
     def reduce(self, buckets: Sequence[Bucket], step: int) -> None:
         """Call it per bucket, then wait as backward does."""
@@ -127,6 +145,10 @@ class Engine(Reducer):
 
     def __init__(self, row: Row) -> None:
         self.engine = CommEngine(row.codec(), error_feedback=row.error_feedback)
+
+    def warm_up(self, number: int) -> int:
+        """Return 2 with residuals: they take turns between two vectors."""
+        return 1 if self.engine.memory is None else 2
 
     def reduce(self, buckets: Sequence[Bucket], step: int) -> None:
         """Submit all, wait for all, commit."""
@@ -172,11 +194,11 @@ def measure(numel: int, rows: list[str], rounds: int, repeats: int) -> dict[str,
             row = ROWS[key]
             buckets = all_buckets[row.one_bucket]
             with make_reducer(row) as reducer:
-                warm_up = {"powersgd": 3, "plain": int(number == 0)}.get(row.kind, 1)
+                warm_up = reducer.warm_up(number)
                 for step in range(warm_up):
                     _timed(reducer, buckets, step)
-                if number == 0:
-                    firsts[key] = _judge(buckets, world_size)
+                    if (number, step) == (0, reducer.judged):
+                        firsts[key] = _judge(buckets, world_size)
                 for step in range(warm_up, warm_up + repeats):
                     visits.append({"row": key, "round": number, **_timed(reducer, buckets, step)})
                     if rank == 0:

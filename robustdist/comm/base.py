@@ -6,7 +6,7 @@ import inspect
 import math
 import struct
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from robustdist.comm.error_feedback import ErrorFeedback, Memory
+from robustdist.comm.scratch import scratch
 from robustdist.core.rng import derive_seed
 from robustdist.errors import UsageError
 from robustdist.types import check_count
@@ -125,6 +126,51 @@ class Compressor(ABC):
             out: Contiguous, with the shape of the encoded tensor.
             alpha: None to overwrite.
         """
+
+    def encode_parts(
+        self,
+        numel: int,
+        load: Callable[[int, int], Tensor],
+        out: Tensor,
+        keep: Callable[[int, Tensor, Tensor], object] | None = None,
+        *,
+        rank: int = 0,
+        step: int = 0,
+        name: str = "",
+    ) -> None:
+        """Write the payload of ``numel`` float32 elements that come in parts, each while it is in the caches.
+
+        Args:
+            numel: Number of elements.
+            load: Called with begin and length of each part in order; returns it, valid until the next call.
+            out: As in :meth:`encode`.
+            keep: Called with begin, the part and what receivers decode of it; may use both as work space.
+            rank: As in :meth:`encode`.
+            step: As in :meth:`encode`.
+            name: As in :meth:`encode`.
+        """
+        x = load(0, numel)
+        self.encode(x, out, rank=rank, step=step, name=name)
+        if keep is not None:
+            sent = scratch("sent", numel, torch.float32, out.device)
+            self.decode(out, sent)
+            keep(0, x, sent)
+
+    def decode_parts(
+        self, numel: int, payloads: Sequence[Tensor], store: Callable[[int, Tensor], object], *, alpha: float = 1.0
+    ) -> None:
+        """Add up what several payloads stand for, times ``alpha``, in parts.
+
+        Args:
+            numel: Number of elements.
+            payloads: As in :meth:`decode`, one or more; they are added in their order.
+            store: Called with begin and sum (float32, valid during the call) of each part in order.
+            alpha: Factor.
+        """
+        total = scratch("sum", numel, torch.float32, payloads[0].device).zero_()
+        for data in payloads:
+            self.decode(data, total, alpha=alpha)
+        store(0, total)
 
     def omega(self, numel: int) -> float | None:
         r"""Smallest known :math:`\omega` with :math:`E\|C(x)-x\|^2 \le \omega\|x\|^2`; None for a biased codec."""

@@ -36,23 +36,18 @@ class Bucket:
         whole: Layout and collectives of all parameters.
         cuts: Those of the subsets that were used last, by the bits of the subset.
         cut: Those in use.
-        flat: What this rank sends, flat.
-        mean: What all receive.
-        sent: What all decode of ``flat``; ``mean`` itself where nobody asks.
     """
 
-    def __init__(self, cut: Cut, buffer: Tensor, copies: int) -> None:
+    def __init__(self, cut: Cut, buffer: Tensor) -> None:
         self.whole = self.cut = cut
         self.cuts: dict[bytes, Cut] = {}
-        flats = [buffer.new_empty(cut.layout.total, dtype=torch.float32) for _ in range(copies)]
-        self.flat, self.mean, self.sent = flats[0], flats[1], flats[-1]
-        self._side = flats[0][:0]
+        self._side = buffer.new_empty(0, dtype=torch.float32)
 
     def side(self, extra: int) -> Tensor:
         """Return a buffer for the small parameters and ``extra`` more numbers."""
         length = self.cut.layout.side_total + extra
         if len(self._side) < length:
-            self._side = self.flat.new_empty(self.whole.layout.side_total + extra)
+            self._side = self._side.new_empty(self.whole.layout.side_total + extra)
         return self._side[:length]
 
 
@@ -62,11 +57,10 @@ class Buckets:
     Args:
         cut: Makes a layout.
         moved: Called with a cut that comes into use, before anything is sent in it.
-        copies: 2, or 3 if ``sent`` is needed.
     """
 
-    def __init__(self, cut: Callable[[Signature], Cut], moved: Callable[[Cut], None], *, copies: int) -> None:
-        self._cut, self._moved, self._copies = cut, moved, copies
+    def __init__(self, cut: Callable[[Signature], Cut], moved: Callable[[Cut], None]) -> None:
+        self._cut, self._moved = cut, moved
         self._buckets: dict[Signature, Bucket] = {}
 
     def find(
@@ -87,7 +81,7 @@ class Buckets:
             shared = [key for key in self._buckets if any(name in grads for name, _ in key)]
             for key in shared:
                 del self._buckets[key]
-            bucket = self._buckets[signature] = Bucket(self._cut(signature), buffer, self._copies)
+            bucket = self._buckets[signature] = Bucket(self._cut(signature), buffer)
         cut = bucket.cuts.pop(bits, None)
         if cut is None:
             cut = bucket.whole if used is None else self._cut(tuple(row for row in signature if row[0] in used))

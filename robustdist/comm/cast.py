@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from robustdist.comm.base import Compressor, count
+from robustdist.comm.tiles import TileCodec
 
 __all__ = ["BF16", "FP16", "Identity"]
 
@@ -40,14 +41,17 @@ class Identity(Compressor):
 
     def decode(self, data: Tensor, out: Tensor, *, alpha: float | None = None) -> None:
         """Copy, or add."""
-        _read(data.view(out.dtype), out, alpha)
+        if alpha is None:
+            out.view(-1).copy_(data.view(out.dtype))
+        else:
+            out.view(-1).add_(data.view(out.dtype), alpha=alpha)
 
     def summable(self, data: Tensor) -> Tensor:
         """Return the whole payload as float32."""
         return data.view(torch.float32)
 
 
-class _Cast(Compressor):
+class _Cast(TileCodec):
     """Rounds to a 16-bit type."""
 
     target: torch.dtype
@@ -56,21 +60,21 @@ class _Cast(Compressor):
     def __init__(self) -> None:
         super().__init__()
 
-    def payload_bytes(self, numel: int | Sequence[int], dtype: torch.dtype = torch.float32) -> int:
+    def tile_bytes(self, numel: int) -> int:
         """Return 2 bytes per element."""
-        return 2 * count(numel)
+        return 2 * numel
 
     def delta(self, numel: int) -> float:
         r"""Return :math:`1 - 2^{-2p}` for p significant binary digits, true of entries in the normal range."""
         return 1 - 2.0 ** (-2 * self.digits)
 
-    def encode(self, x: Tensor, out: Tensor, *, rank: int = 0, step: int = 0, name: str = "") -> None:
+    def encode_tile(self, x: Tensor, out: Tensor, generator: torch.Generator | None) -> None:
         """Round to nearest."""
-        out.view(self.target).copy_(x.view(-1))
+        out.view(self.target).copy_(x)
 
-    def decode(self, data: Tensor, out: Tensor, *, alpha: float | None = None) -> None:
-        """Widen, or widen and add."""
-        _read(data.view(self.target), out, alpha)
+    def decode_tile(self, data: Tensor, out: Tensor, generator: torch.Generator | None) -> None:
+        """Widen."""
+        out.copy_(data.view(self.target))
 
 
 class FP16(_Cast):
@@ -98,10 +102,3 @@ class BF16(_Cast):
 
     target = torch.bfloat16
     digits = 8
-
-
-def _read(source: Tensor, out: Tensor, alpha: float | None) -> None:
-    if alpha is None:
-        out.view(-1).copy_(source)
-    else:
-        out.view(-1).add_(source, alpha=alpha)

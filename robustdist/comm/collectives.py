@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,8 +19,10 @@ from torch import Tensor
 
 from robustdist.comm.base import Compressor
 from robustdist.comm.cast import Identity
+from robustdist.comm.ends import Ends, Owner, Whole
+from robustdist.comm.scratch import pool, scratch
 
-__all__ = ["Chunked", "Exchange", "Gather", "Key", "Native", "Owner", "run_pipelined"]
+__all__ = ["Chunked", "Exchange", "Gather", "Key", "Native", "run_pipelined"]
 
 
 @dataclass(frozen=True)
@@ -31,29 +33,20 @@ class Key:
     name: str = ""
 
 
-class Owner(Protocol):
-    """What the rank that averages a chunk does around its second encoding: error feedback of its own."""
-
-    def prepare(self, mean: Tensor, begin: int) -> None:
-        """Change the mean of the elements from ``begin`` in place before it is encoded."""
-
-    def update(self, mean: Tensor, sent: Tensor, begin: int) -> None:
-        """See what was encoded and what everybody decodes; both may be changed."""
-
-
 class Exchange(ABC):
-    """The mean of ``x`` over the ranks of ``group``, written to ``out``.
+    """The mean over the ranks of ``group`` of a stretch of elements.
 
     Call :meth:`advance` with 0, 1, ... ``num_stages`` - 1. Each stage waits for the collective of the one before,
     works, and starts at most one collective, asynchronously.
 
     Args:
-        x: Flat float32, left as it is.
-        out: Same shape; overwritten in the last stage.
-        codec: Encodes ``x``; its ``has_memory`` part plays no role here.
+        ends: Where the elements come from and the means go.
+        begin: First element of the stretch.
+        numel: Its length.
+        codec: Encodes; its ``has_memory`` part plays no role here.
         group: Process group, used by nothing else at the same time.
         key: Goes into the draws.
-        sent: If given, overwritten in the first stage with what all ranks decode of the own ``x``.
+        device: Where payloads are made, by default on the CPU.
         wait: Waits for a collective in flight; by default its own ``wait``.
 
     An exception while encoding or decoding does not stop the collectives, in which the others wait for this rank: it is
@@ -69,22 +62,25 @@ class Exchange(ABC):
 
     def __init__(
         self,
-        x: Tensor,
-        out: Tensor,
+        ends: Ends,
+        begin: int,
+        numel: int,
         codec: Compressor,
         group: dist.ProcessGroup,
         key: Key = Key(),
         *,
-        sent: Tensor | None = None,
+        device: torch.device | None = None,
         wait: Callable[[dist.Work], None] | None = None,
     ) -> None:
-        self.x, self.out, self.codec, self.group, self.key, self.sent = x, out, codec, group, key, sent
+        self.ends, self.begin, self.numel, self.codec, self.group, self.key = ends, begin, numel, codec, group, key
+        self.device = torch.device("cpu") if device is None else device
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self.bytes_sent = 0
         self.codec_seconds = 0.0
         self.error: Exception | None = None
         self._work: Any = None
         self._wait = wait
+        self._taken: list[Tensor] = []
 
     @abstractmethod
     def advance(self, stage: int) -> None:
@@ -108,18 +104,52 @@ class Exchange(ABC):
             self.error = self.error or error
         self.codec_seconds += perf_counter() - begin
 
-    def encode(self, codec: Compressor, x: Tensor, out: Tensor, part: str, sent: Tensor | None = None) -> None:
-        """Encode a part of the exchange, with draws of its own, and decode it into ``sent``."""
-        out.zero_()  # what the others get if this fails
-        with self.keeping_errors():
-            codec.encode(x, out, rank=self.rank, step=self.key.step, name=f"{self.key.name}/{part}")
-            if sent is not None:
-                codec.decode(out, sent)
+    def encode(self, begin: int, length: int, out: Tensor, part: str) -> None:
+        """Encode a part of the stretch, with draws of its own."""
+        self.encode_parts(
+            self.codec,
+            length,
+            lambda first, size: self.ends.load(self.begin + begin + first, size),
+            out,
+            (lambda first, *pair: self.ends.keep(self.begin + begin + first, *pair)) if self.ends.keeps else None,
+            part,
+        )
 
-    def decode(self, codec: Compressor, data: Tensor, out: Tensor, alpha: float | None = None) -> None:
-        """Decode bytes of any rank."""
+    def encode_parts(
+        self,
+        codec: Compressor,
+        length: int,
+        load: Callable[[int, int], Tensor],
+        out: Tensor,
+        keep: Callable[[int, Tensor, Tensor], object] | None,
+        part: str,
+    ) -> None:
+        """Encode as the codec does; if that fails, the others get zeros."""
         with self.keeping_errors():
-            codec.decode(data, out, alpha=alpha)
+            try:
+                name = f"{self.key.name}/{part}"
+                codec.encode_parts(length, load, out, keep, rank=self.rank, step=self.key.step, name=name)
+            except Exception:
+                out.zero_()
+                raise
+
+    def decode(self, codec: Compressor, begin: int, length: int, payloads: Sequence[Tensor], alpha: float) -> None:
+        """Store what payloads stand for as means of a part of the stretch."""
+        with self.keeping_errors():
+            codec.decode_parts(
+                length, payloads, lambda first, mean: self.ends.store(self.begin + begin + first, mean), alpha=alpha
+            )
+
+    def bytes(self, size: int) -> Tensor:
+        """Return a buffer that is kept until the end of the exchange."""
+        self._taken.append(pool.take(size, self.device))
+        return self._taken[-1]
+
+    def end(self) -> None:
+        """Give the buffers back."""
+        for buffer in self._taken:
+            pool.give(buffer)
+        self._taken = []
 
 
 class Gather(Exchange):
@@ -129,20 +159,20 @@ class Gather(Exchange):
 
     def advance(self, stage: int) -> None:
         """Encode and gather; decode in rank order."""
-        size = self.codec.payload_bytes(self.x.numel())
+        size = self.codec.payload_bytes(self.numel)
         stride = aligned(size)
         if stage == 0:
-            own = _bytes(stride, self.x)
+            own = self.bytes(stride)
             own[size:].zero_()
-            self.encode(self.codec, self.x, own[:size], "all", self.sent)
-            self._all = _bytes(stride * self.world_size, self.x)
+            self.encode(0, self.numel, own[:size], "all")
+            self._all = self.bytes(stride * self.world_size)
             self._work = all_gather(self._all, own, self.group)
             self.bytes_sent += (self.world_size - 1) * size
         else:
             self.wait()
-            self.out.zero_()
-            for begin in range(0, len(self._all), max(stride, 1)):
-                self.decode(self.codec, self._all[begin : begin + size], self.out, 1 / self.world_size)
+            payloads = [self._all[rank * stride : rank * stride + size] for rank in range(self.world_size)]
+            self.decode(self.codec, 0, self.numel, payloads, 1 / self.world_size)
+            self.end()
 
 
 class Native(Exchange):
@@ -153,15 +183,16 @@ class Native(Exchange):
     def advance(self, stage: int) -> None:
         """Encode and reduce; decode."""
         if stage == 0:
-            self._data = _bytes(self.codec.payload_bytes(self.x.numel()), self.x)
-            self.encode(self.codec, self.x, self._data, "all", self.sent)
+            self._data = self.bytes(self.codec.payload_bytes(self.numel))
+            self.encode(0, self.numel, self._data, "all")
             values = self.codec.summable(self._data)
             values.mul_(1 / self.world_size)  # before the sum, which so cannot overflow
             self._work = dist.all_reduce(values, group=self.group, async_op=True)
             self.bytes_sent += 2 * (self.world_size - 1) * values.numel() * 4 // self.world_size
         else:
             self.wait()
-            self.decode(self.codec, self._data, self.out)
+            self.decode(self.codec, 0, self.numel, [self._data], 1.0)
+            self.end()
 
 
 class Chunked(Exchange):
@@ -179,7 +210,7 @@ class Chunked(Exchange):
         super().__init__(*args, **exchange)
         self.second = self.codec if sides == 2 else Identity()
         self.owner = owner
-        self.chunks = chunks(self.x.numel(), self.world_size, self.codec.block)
+        self.chunks = chunks(self.numel, self.world_size, self.codec.block)
 
     def advance(self, stage: int) -> None:
         """Send chunks to their owners; average and send back; decode."""
@@ -188,14 +219,13 @@ class Chunked(Exchange):
     def _scatter(self) -> None:
         sizes = [self.codec.payload_bytes(end - begin) for begin, end in self.chunks]
         strides = [aligned(size) for size in sizes]
-        payloads = _bytes(sum(strides), self.x)
+        payloads = self.bytes(sum(strides))
         start = 0
         for owner, (size, stride, (begin, end)) in enumerate(zip(sizes, strides, self.chunks, strict=True)):
             payloads[start + size : start + stride].zero_()
-            sent = None if self.sent is None else self.sent[begin:end]
-            self.encode(self.codec, self.x[begin:end], payloads[start : start + size], f"to {owner}", sent)
+            self.encode(begin, end - begin, payloads[start : start + size], f"to {owner}")
             start += stride
-        self._received = _bytes(strides[self.rank] * self.world_size, self.x)
+        self._received = self.bytes(strides[self.rank] * self.world_size)
         self._work = dist.all_to_all_single(
             self._received, payloads, [strides[self.rank]] * self.world_size, strides, self.group, async_op=True
         )
@@ -204,23 +234,31 @@ class Chunked(Exchange):
     def _average(self) -> None:
         self.wait()
         begin, end = self.chunks[self.rank]
-        size = self.codec.payload_bytes(end - begin)
-        mean = torch.zeros(end - begin, device=self.x.device)
-        for start in range(0, len(self._received), max(aligned(size), 1)):
-            self.decode(self.codec, self._received[start : start + size], mean, 1 / self.world_size)
-        if self.owner is not None:
+        length = end - begin
+        size, second_size = self.codec.payload_bytes(length), self.second.payload_bytes(length)
+        received = [self._received[rank * aligned(size) :][:size] for rank in range(self.world_size)]
+        mean = Whole(*[scratch("mean", length, torch.float32, self.device)] * 2)
+        if length:
             with self.keeping_errors():
-                self.owner.prepare(mean, begin)
-        second_size = self.second.payload_bytes(end - begin)
+                self.codec.decode_parts(length, received, mean.store, alpha=1 / self.world_size)
         stride = self._second_stride()
-        own = _bytes(stride, self.x)
+        own = self.bytes(stride)
         own[second_size:].zero_()
-        sent = None if self.owner is None else torch.empty_like(mean)
-        self.encode(self.second, mean, own[:second_size], f"from {self.rank}", sent)
-        if self.owner is not None and sent is not None and self.error is None:
-            with self.keeping_errors():
-                self.owner.update(mean, sent, begin)
-        self._all = _bytes(stride * self.world_size, self.x)
+        owner, first = self.owner, self.begin + begin
+        if owner is None or self.error is not None:
+            self.encode_parts(self.second, length, mean.load, own[:second_size], None, f"from {self.rank}")
+        else:
+            owner.open(first, length)
+
+            def load(place: int, part: int) -> Tensor:
+                owner.prepare(first + place, mean.load(place, part))
+                return mean.load(place, part)
+
+            def keep(place: int, value: Tensor, sent: Tensor) -> None:
+                owner.update(first + place, value, sent)
+
+            self.encode_parts(self.second, length, load, own[:second_size], keep, f"from {self.rank}")
+        self._all = self.bytes(stride * self.world_size)
         self._work = all_gather(self._all, own, self.group)
         self.bytes_sent += (self.world_size - 1) * stride
 
@@ -228,9 +266,9 @@ class Chunked(Exchange):
         self.wait()
         stride = self._second_stride()
         for rank, (begin, end) in enumerate(self.chunks):
-            start = rank * stride
-            size = self.second.payload_bytes(end - begin)
-            self.decode(self.second, self._all[start : start + size], self.out[begin:end])
+            data = self._all[rank * stride :][: self.second.payload_bytes(end - begin)]
+            self.decode(self.second, begin, end - begin, [data], 1.0)
+        self.end()
 
     def _second_stride(self) -> int:
         """All-gather wants equal lengths: that of the longest chunk, which the first one is."""
@@ -264,7 +302,3 @@ def all_gather(out: Tensor, own: Tensor, group: dist.ProcessGroup) -> Any:
 def aligned(size: int) -> int:
     """Round up to a place where a payload may begin."""
     return -(-size // 4) * 4
-
-
-def _bytes(size: int, like: Tensor) -> Tensor:
-    return torch.empty(size, dtype=torch.uint8, device=like.device)

@@ -142,21 +142,28 @@ class Memory(ABC):
             vectors[slot] = self._buffer(name, slot, value)
 
     def _buffer(self, name: str, slot: str, value: Tensor) -> Tensor:
-        """Return a copy of ``value``, in a vector that is no longer used where there is one."""
-        buffer = self._spare.get(name, {}).pop(slot, None)
-        if buffer is None or buffer.shape != value.shape or buffer.device != value.device:
-            buffer = torch.empty_like(value, dtype=self.dtype)
-        return buffer.copy_(value)
+        """Return a copy of ``value``."""
+        return self._vector(name, slot, value.numel(), value.device).copy_(value)
+
+    def _vector(self, name: str, slot: str, numel: int, device: torch.device) -> Tensor:
+        """Return an uninitialised vector, one that is no longer used where there is one."""
+        vector = self._spare.get(name, {}).pop(slot, None)
+        if vector is None or len(vector) != numel or vector.device != device:
+            vector = torch.empty(numel, dtype=self.dtype, device=device)
+        return vector
 
     def _matching(self, name: str, slot: str, like: Tensor) -> Tensor | None:
         """Return the latest vector, checked for its length."""
+        return self._latest(name, slot, like.numel(), like.device)
+
+    def _latest(self, name: str, slot: str, numel: int, device: torch.device) -> Tensor | None:
         vector = self.get(name, slot)
-        if vector is not None and vector.shape != like.shape:
+        if vector is not None and len(vector) != numel:
             raise UsageError(
-                f"the {slot} of {name!r} has {len(vector)} elements and its gradient {len(like)}: "
+                f"the {slot} of {name!r} has {len(vector)} elements and its gradient {numel}: "
                 "drop the name after changing the size of a parameter"
             )
-        return vector if vector is None else vector.to(like.device)
+        return vector if vector is None else vector.to(device)
 
 
 class ErrorFeedback(Memory):
@@ -197,6 +204,16 @@ class ErrorFeedback(Memory):
             value.div_(scale)
         if is_finite(value):
             self._put(name, "residual", value)
+
+    def open(self, name: str, numel: int, device: torch.device) -> tuple[Tensor | None, Tensor]:
+        """Return the latest residual, None if it is zero, and the provisional one, which has to be written.
+
+        Both may be the same vector: where something is written, read there first.
+        """
+        kept = self._latest(name, "residual", numel, device)
+        if name not in self._changed:
+            self._changed[name] = {"residual": self._vector(name, "residual", numel, device)}
+        return kept, self._changed[name]["residual"]
 
     def add(self, name: str, numel: int, offset: int, error: Tensor) -> None:
         """Add ``error`` to the residual from ``offset`` on, for good: it was kept elsewhere until now."""

@@ -60,9 +60,9 @@ class Natural(BlockCodec):
         """Return the codec itself: the draws leave it a contraction."""
         return self
 
-    def draws(self, x: Tensor, out: Tensor, rank: int, step: int, name: str) -> torch.Generator | None:
+    def draws(self, out: Tensor, rank: int, step: int, name: str) -> torch.Generator | None:
         """Return the generator of this payload."""
-        return self.generator(x.device, "round", rank, step, name) if self.stochastic else None
+        return self.generator(out.device, "round", rank, step, name) if self.stochastic else None
 
     def code_bytes(self, numel: int) -> int:
         """Return a byte per element."""

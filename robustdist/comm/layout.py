@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -79,6 +80,7 @@ class Layout:
                 places.append(Place(name, shape, self.total))
                 self.total += -(-numel // block) * block
         self.places, self.sides = tuple(places), tuple(sides)
+        self._starts = [place.start for place in places]
 
     def __eq__(self, other: object) -> bool:
         """Whether everything is at the same place, in the same blocks."""
@@ -90,27 +92,36 @@ class Layout:
         """Equal layouts have equal parameters."""
         return hash(self.signature)
 
-    def load(self, tensors: Mapping[str, Tensor], flat: Tensor, side: Tensor) -> None:
-        """Copy gradients by name into both buffers and clear the gaps."""
+    def load(self, tensors: Mapping[str, Tensor], flat: Tensor) -> None:
+        """Copy the large gradients into the flat buffer and clear the gaps."""
         end = 0
         for place in self.places:
             flat[end : place.start].zero_()
             place.of(flat).view(place.shape).copy_(tensors[place.name])
             end = place.start + place.numel
         flat[end : self.total].zero_()
+
+    def load_sides(self, tensors: Mapping[str, Tensor], side: Tensor) -> None:
+        """Copy the small ones into their buffer."""
         for place in self.sides:
             place.of(side).view(place.shape).copy_(tensors[place.name])
 
-    def store(self, flat: Tensor, side: Tensor, tensors: Mapping[str, Tensor]) -> None:
-        """Copy both buffers back into gradients by name."""
+    def store(self, flat: Tensor, tensors: Mapping[str, Tensor]) -> None:
+        """Copy the flat buffer back."""
         for place in self.places:
             tensors[place.name].copy_(place.of(flat).view(place.shape))
+
+    def store_sides(self, side: Tensor, tensors: Mapping[str, Tensor]) -> None:
+        """Copy the buffer of the small ones back."""
         for place in self.sides:
             tensors[place.name].copy_(place.of(side).view(place.shape))
 
     def pieces(self, begin: int, end: int) -> Iterator[Piece]:
         """Yield the stretches of parameters in ``[begin, end)`` of the flat buffer."""
-        for place in self.places:
+        for number in range(max(bisect_right(self._starts, begin) - 1, 0), len(self.places)):
+            place = self.places[number]
+            if place.start >= end:
+                return
             low, high = max(begin, place.start), min(end, place.start + place.numel)
             if low < high:
                 yield Piece(place.name, low - place.start, low, high - low)

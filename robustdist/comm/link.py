@@ -13,10 +13,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from robustdist.comm.base import Compressor
+from robustdist.comm.bucket_ends import make_ends
 from robustdist.comm.cast import BF16, Identity
 from robustdist.comm.collectives import all_gather
 from robustdist.comm.cost import CodecSpeed, Link, dense_bytes, fastest, keeps_residuals
-from robustdist.comm.error_feedback import is_finite
+from robustdist.comm.layout import Layout
 from robustdist.comm.quantize import QSGD, Int8
 from robustdist.types import check_count
 
@@ -90,23 +91,19 @@ def measure_codec(
     numel = max(1, min(numel, _LONG))
     codec = codec.contractive()
     memory = codec.make_memory() if codec.has_memory or keeps_residuals(codec) else None
-    grad = torch.randn(numel, generator=torch.Generator().manual_seed(0)).to(device)
-    flat, sent, out = torch.empty_like(grad), torch.empty_like(grad), torch.zeros_like(grad)
-    payload = torch.empty(codec.payload_bytes(numel), dtype=torch.uint8, device=device)
-    codec.encode(grad, payload)
+    layout = Layout([("", (numel,))], block=codec.block, small=1)
+    noise = torch.randn(layout.total, generator=torch.Generator().manual_seed(0)).to(device)
+    grad, out = noise[:numel].clone(), torch.zeros_like(noise)
+    payload = torch.empty(codec.payload_bytes(layout.total), dtype=torch.uint8, device=device)
 
     def send() -> Tensor:
-        flat.copy_(grad)
+        ends = make_ends(layout, {"": grad}, memory)
+        codec.encode_parts(layout.total, ends.load, payload, ends.keep if ends.keeps else None)
+        ends.store(0, noise)
+        ends.finish()
         if memory is not None:
-            memory.prepare("", flat)
-        data = torch.zeros_like(payload)  # payloads are new buffers in every step
-        codec.encode(flat, data)
-        if memory is not None:
-            codec.decode(data, sent)
-            memory.update("", flat, sent)
             memory.commit()
-            is_finite(out)  # as the mean is looked at
-        return sent.copy_(flat)
+        return payload
 
     def receive() -> Tensor:
         codec.decode(payload, out, alpha=0.5)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from torch import Tensor
 
 from robustdist.comm.error_feedback import ErrorFeedback
 from robustdist.comm.layout import Layout, Piece
+from robustdist.comm.residuals import Residuals
 
 __all__ = ["OwnerResiduals"]
 
@@ -23,16 +25,18 @@ class OwnerResiduals(ErrorFeedback):
         super().__init__()
         self._pieces: dict[str, Piece] = {}
 
-    def view(self, layout: Layout, begin: int, scale: float) -> _SegmentResiduals:
-        """Return the part for one segment, which starts at ``begin`` of the flat buffer."""
-        return _SegmentResiduals(self, layout, begin, scale)
+    def view(self, layout: Layout, scale: float) -> _ChunkResiduals:
+        """Return what one exchange needs."""
+        return _ChunkResiduals(self, layout, scale)
 
-    def parts(self, layout: Layout, begin: int, length: int) -> Iterator[tuple[str, slice]]:
-        """Yield name and place of every piece in a chunk of ``length`` elements from ``begin`` of the flat buffer."""
+    def pieces(self, layout: Layout, begin: int, length: int) -> list[Piece]:
+        """Return the pieces in a chunk of ``length`` elements from ``begin`` of the flat buffer, by their own names."""
+        found = []
         for piece in layout.pieces(begin, begin + length):
             key = _key(piece)
             self._pieces[key] = piece
-            yield key, slice(piece.start - begin, piece.start - begin + piece.length)
+            found.append(replace(piece, name=key))
+        return found
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Take over copies of what :meth:`state_dict` returned; everything else is forgotten."""
@@ -76,18 +80,20 @@ def _key(piece: Piece) -> str:
     return f"{piece.name}@{piece.offset}"
 
 
-class _SegmentResiduals:
-    """The :class:`~robustdist.comm.collectives.Owner` of one segment."""
+class _ChunkResiduals:
+    """The :class:`~robustdist.comm.ends.Owner` of one exchange."""
 
-    def __init__(self, residuals: OwnerResiduals, layout: Layout, begin: int, scale: float) -> None:
-        self.residuals, self.layout, self.begin, self.scale = residuals, layout, begin, scale
+    def __init__(self, residuals: OwnerResiduals, layout: Layout, scale: float) -> None:
+        self._all, self._layout, self._scale = residuals, layout, scale
 
-    def prepare(self, mean: Tensor, begin: int) -> None:
+    def open(self, begin: int, length: int) -> None:
+        """Find the pieces of the chunk."""
+        self._own = Residuals(self._all, self._all.pieces(self._layout, begin, length), self._scale)
+
+    def prepare(self, begin: int, mean: Tensor) -> None:
         """Add the residuals."""
-        for key, part in self.residuals.parts(self.layout, self.begin + begin, len(mean)):
-            self.residuals.prepare(key, mean[part], scale=self.scale)
+        self._own.add(begin, mean)
 
-    def update(self, mean: Tensor, sent: Tensor, begin: int) -> None:
+    def update(self, begin: int, mean: Tensor, sent: Tensor) -> None:
         """Keep what the second encoding leaves out."""
-        for key, part in self.residuals.parts(self.layout, self.begin + begin, len(mean)):
-            self.residuals.update(key, mean[part], sent[part], scale=self.scale)
+        self._own.keep(begin, mean, sent)

@@ -13,6 +13,7 @@ from robustdist.comm.collectives import Exchange
 from robustdist.comm.error_feedback import is_finite
 from robustdist.comm.layout import Place
 from robustdist.comm.low_rank import PowerSGD, orthonormalise
+from robustdist.comm.scratch import scratch
 
 __all__ = ["LowRank", "WarmStarts", "is_low_rank"]
 
@@ -57,9 +58,11 @@ class LowRank(Exchange):
 
     Args:
         *args: As in :class:`~robustdist.comm.collectives.Exchange`; the codec is a ``PowerSGD``.
-        places: Where the matrices are in ``x``; each has at least two dimensions.
+        places: Where the matrices are in the stretch, without gaps; each has at least two dimensions.
         starts: Takes the Q of the next step.
-        **exchange: As in the base class; ``sent`` is what all ranks decode, not a part of the own ``x``.
+        **exchange: As in the base class.
+
+    What the ends keep is the difference to the mean, which all ranks decode, not to a part of the own matrices.
 
     References:
         Vogels et al., "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization".
@@ -81,9 +84,11 @@ class LowRank(Exchange):
     def _project(self) -> None:
         self._packed, parts = self._pack([rank * rows for rows, _, rank in self.dims])
         with self.keeping_errors():
+            # stays where it is: no other exchange of this thread is under way
+            self._x = self.ends.load(self.begin, self.numel)
             for place, part, (rows, columns, rank) in zip(self.places, parts, self.dims, strict=True):
                 start = self._start(place, rank, columns)
-                torch.mm(start, place.of(self.x).view(rows, columns).T, out=part.view(rank, rows))
+                torch.mm(start, place.of(self._x).view(rows, columns).T, out=part.view(rank, rows))
         self._reduce()
 
     def _iterate(self) -> None:
@@ -96,30 +101,31 @@ class LowRank(Exchange):
                 basis = left.view(rank, rows).clone()
                 orthonormalise(basis)
                 self._left.append(basis)
-                torch.mm(basis, place.of(self.x).view(rows, columns), out=part.view(rank, columns))
+                torch.mm(basis, place.of(self._x).view(rows, columns), out=part.view(rank, columns))
         self._reduce()
 
     def _rebuild(self) -> None:
         self.wait()
         rights = torch.split(self._packed, [rank * columns for _, columns, rank in self.dims])
+        product = scratch("product", self.numel, torch.float32, self.device)
         with self.keeping_errors():
             for place, basis, flat, (rows, columns, rank) in zip(
                 self.places, self._left, rights, self.dims, strict=True
             ):
                 right = flat.view(rank, columns).clone()
-                product = torch.mm(basis.T, right)
-                place.of(self.out).view(rows, columns).copy_(product)
-                if self.sent is not None:
-                    place.of(self.sent).view(rows, columns).copy_(product)
+                place.of(product).view(rows, columns).copy_(torch.mm(basis.T, right))
                 if is_finite(right):
                     self.starts.keep(self.codec, place.name, self._start(place, rank, columns), right)
+            self.ends.store(self.begin, product)
+            if self.ends.keeps:
+                self.ends.keep(self.begin, self._x, product)
 
     def _start(self, place: Place, rank: int, columns: int) -> Tensor:
-        return self.codec.start(place.name, rank, columns, self.x.device)
+        return self.codec.start(place.name, rank, columns, self.device)
 
     def _pack(self, sizes: Sequence[int]) -> tuple[Tensor, tuple[Tensor, ...]]:
         """Return zeros, which is what the others get if this rank fails, and their parts."""
-        packed = torch.zeros(sum(sizes), device=self.x.device)
+        packed = torch.zeros(sum(sizes), device=self.device)
         return packed, torch.split(packed, list(sizes))
 
     def _reduce(self) -> None:

@@ -45,9 +45,9 @@ class _Uniform(BlockCodec):
             return super().delta(numel)
         return 4 * self.levels**2 / (4 * self.levels**2 + max(min(self.block, numel) - 1, 0))
 
-    def draws(self, x: Tensor, out: Tensor, rank: int, step: int, name: str) -> torch.Generator | None:
+    def draws(self, out: Tensor, rank: int, step: int, name: str) -> torch.Generator | None:
         """Return the generator of this payload."""
-        return self.generator(x.device, "round", rank, step, name) if self.stochastic else None
+        return self.generator(out.device, "round", rank, step, name) if self.stochastic else None
 
     def block_scale(self, blocks: Tensor, numel: int, scales: Tensor) -> None:
         """Write the value of the highest level per block into ``scales``."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from robustdist.comm.agreement import used_anywhere
 from robustdist.comm.base import Compressor
+from robustdist.comm.bucket_ends import BucketEnds, make_ends
 from robustdist.comm.buckets import Bucket, Buckets, Cut, Signature
 from robustdist.comm.cast import Identity
 from robustdist.comm.collectives import Chunked, Exchange, Gather, Key, Native, chunks, run_pipelined
@@ -65,7 +66,7 @@ class Reduction:
         self._wire = Wire(group, timeout, self.stats)
         self.rank, self.world_size = self._wire.rank, self._wire.world_size
         self._wire.open(self._settings())
-        self._buckets = Buckets(self._cut, self._give_back, copies=2 if self.memory is None else 3)
+        self._buckets = Buckets(self._cut, self._give_back)
 
     def commit(self) -> None:
         """Make the residuals of the step final: it was executed."""
@@ -115,33 +116,33 @@ class Reduction:
                 self.note = tuple(note.tolist())
             return
         bucket = self._buckets.find(job.grads, job.buffer, used, bits)
-        layout, flat, side = bucket.cut.layout, bucket.flat, bucket.side(len(job.note) + 1)
+        layout, side = bucket.cut.layout, bucket.side(len(job.note) + 1)
         leftovers = self._leftovers(layout)
         errors: list[Exception] = []
         try:
-            layout.load(used, flat, side)
+            layout.load_sides(used, side)
             if self.memory is not None:
-                for place in layout.places:
-                    self.memory.prepare(place.name, place.of(flat), scale=self.scale)
                 for place in leftovers:
                     self.memory.prepare(place.name, place.of(side), scale=self.scale)
         except Exception as error:  # told to all ranks below
             errors.append(error)
-        exchanges = self._exchanges(bucket, job)
+        ends = make_ends(layout, used, self.memory, scale=self.scale)
+        exchanges = self._exchanges(bucket, ends, job)
         self.stats.bytes_sent += run_pipelined(exchanges)
         self.stats.codec_seconds += sum(exchange.codec_seconds for exchange in exchanges)
         errors += [exchange.error for exchange in exchanges if exchange.error is not None]
         self._meet(side, job.note, errors)
+        for name in ends.finish():
+            self.nonfinite = name
+            if self.owned is not None:
+                self.owned.undo_parameter(name)
         if self.memory is not None:
-            for place in layout.places:
-                self.memory.update(place.name, place.of(flat), place.of(bucket.sent), scale=self.scale)
-                self._finish(place, bucket.mean)
             for place in layout.sides:
                 self.memory.dense(place.name, place.of(side), scale=self.scale)
             for place in leftovers:
                 if is_finite(place.of(side)):
                     self.memory.update(place.name, *side.new_zeros(2, place.numel))
-        layout.store(bucket.mean, side, used)
+        layout.store_sides(side, used)
 
     def _mean(self, buffer: Tensor, used: Mapping[str, Tensor] | None) -> None:
         """Average all of a bucket, which is what DDP does by itself, bit for bit, or the gradients that are used."""
@@ -185,27 +186,24 @@ class Reduction:
                 own.append((first + begin, first + end))
         return own
 
-    def _exchanges(self, bucket: Bucket, job: Job) -> list[Exchange]:
+    def _exchanges(self, bucket: Bucket, ends: BucketEnds, job: Job) -> list[Exchange]:
         """Cut the flat buffer into segments."""
         layout, exchanges = bucket.cut.layout, list[Exchange]()
         wait = self._wire.wait if job.buffer.device.type == "cpu" else None
+        common: dict[str, Any] = {"wait": wait, "device": job.buffer.device}
         if isinstance(self.codec, PowerSGD) and layout.places:
-            low_rank = LowRank(
-                bucket.flat, bucket.mean, self.codec, self._wire.group, sent=bucket.sent, wait=wait,
-                places=layout.places, starts=self._starts,
-            )  # fmt: skip
-            return [low_rank]
+            what = (ends, 0, layout.total, self.codec, self._wire.group)
+            return [LowRank(*what, places=layout.places, starts=self._starts, **common)]
         for place, kind in enumerate(bucket.cut.kinds):
             begin = place * self.segment
-            part = slice(begin, min(begin + self.segment, layout.total))
+            numel = min(self.segment, layout.total - begin)
             key = Key(job.step, f"{layout.places[0].name}/{begin}")
-            own = bucket.sent[part] if self.memory is not None else None
-            what = (bucket.flat[part], bucket.mean[part], self.codec, self._wire.group, key)
+            stretch = (ends, begin, numel, self.codec, self._wire.group, key)
             if kind == "chunked":
-                owner = None if self.owned is None else self.owned.view(layout, begin, self.scale)
-                exchanges.append(Chunked(*what, sent=own, wait=wait, sides=self.sides, owner=owner))
+                owner = None if self.owned is None else self.owned.view(layout, self.scale)
+                exchanges.append(Chunked(*stretch, sides=self.sides, owner=owner, **common))
             else:
-                exchanges.append((Gather if kind == "gather" else Native)(*what, sent=own, wait=wait))
+                exchanges.append((Gather if kind == "gather" else Native)(*stretch, **common))
         return exchanges
 
     def _meet(self, side: Tensor, note: tuple[float, ...], errors: list[Exception]) -> None:
@@ -218,16 +216,6 @@ class Reduction:
         if side[-1] != 0:
             self._wire.confess(errors[0] if errors else None)
         self.note = tuple(side[end:-1].tolist()) or self.note
-
-    def _finish(self, place: Place, mean: Tensor) -> None:
-        """Let the memory see the mean; what is not finite is undone for owners as well."""
-        if self.memory is None:
-            return
-        if not is_finite(place.of(mean)):
-            self.nonfinite = place.name
-            if self.owned is not None:
-                self.owned.undo_parameter(place.name)
-        self.memory.finish(place.name, place.of(mean), scale=self.scale)
 
     def _settings(self) -> str:
         options = (self.error_feedback, self.sides, self.collective, self.small, self.segment, self.dynamic)

@@ -1,4 +1,4 @@
-"""Buffers that live as long as their thread: codecs allocate nothing once they are warm."""
+"""Buffers that live as long as their thread: codecs and collectives allocate nothing once they are warm."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import threading
 import torch
 from torch import Tensor
 
-__all__ = ["TILE", "scratch"]
+__all__ = ["TILE", "Pool", "pool", "scratch"]
 
 #: Elements that are encoded together. Small enough for the caches, large enough to hide the cost of a call.
 TILE = 128 * 1024
@@ -28,4 +28,24 @@ class _Scratch(threading.local):
         return buffer[:numel]
 
 
+class Pool(threading.local):
+    """Buffers of bytes for what is on the wire, one set per thread: several of the same size may be in use at once."""
+
+    def __init__(self) -> None:
+        self._free: dict[tuple[int, torch.device], list[Tensor]] = {}
+
+    def take(self, size: int, device: torch.device) -> Tensor:
+        """Return ``size`` uninitialised bytes, valid until they are given back."""
+        # sizes differ from segment to segment, and with the bits: a few classes serve all of them
+        key = (1 << max(size - 1, 1).bit_length(), device)
+        free = self._free.get(key)
+        return (free.pop() if free else torch.empty(key[0], dtype=torch.uint8, device=device))[:size]
+
+    def give(self, buffer: Tensor) -> None:
+        """Take a buffer back that :meth:`take` returned in this thread."""
+        whole = torch.empty(0, dtype=torch.uint8, device=buffer.device).set_(buffer.untyped_storage())
+        self._free.setdefault((len(whole), buffer.device), []).append(whole)
+
+
 scratch = _Scratch()
+pool = Pool()

@@ -163,7 +163,7 @@ class RandomK(TileCodec):
         """Return 4 bytes per entry sent."""
         return 4 * kept(numel, self.ratio)
 
-    def draws(self, x: Tensor, out: Tensor, rank: int, step: int, name: str) -> torch.Generator:
+    def draws(self, out: Tensor, rank: int, step: int, name: str) -> torch.Generator:
         """Write the key, which is the same on all ranks."""
         generator = self.generator(torch.device("cpu"), "choose", step, name)
         # through a copy: a payload may begin where an integer of 8 bytes may not

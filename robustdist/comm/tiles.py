@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -37,7 +37,7 @@ class TileCodec(Compressor):
     def decode_tile(self, data: Tensor, out: Tensor, generator: torch.Generator | None) -> None:
         """Overwrite ``out`` (flat float32) with what ``data`` stands for."""
 
-    def draws(self, x: Tensor, out: Tensor, rank: int, step: int, name: str) -> torch.Generator | None:
+    def draws(self, out: Tensor, rank: int, step: int, name: str) -> torch.Generator | None:
         """Return the generator for the tiles of one payload, in order; may write the head of ``out``."""
         return None
 
@@ -53,33 +53,74 @@ class TileCodec(Compressor):
 
     def encode(self, x: Tensor, out: Tensor, *, rank: int = 0, step: int = 0, name: str = "") -> None:
         """Encode tile by tile."""
-        flat, start = x.view(-1), self.head
-        generator = self.draws(x, out, rank, step, name)
-        for begin in range(0, flat.numel(), self.tile):
-            source = flat[begin : begin + self.tile]
-            if source.dtype != torch.float32:
-                source = scratch("tile", len(source), torch.float32, x.device).copy_(source)
-            size = self.tile_bytes(len(source))
-            self.encode_tile(source, out[start : start + size], generator)
-            out[start + size : start + self._stride].zero_()
-            start += self._stride
+        flat = x.view(-1)
+
+        def load(begin: int, length: int) -> Tensor:
+            part = flat[begin : begin + length]
+            return part if part.dtype == torch.float32 else scratch("tile", length, torch.float32, x.device).copy_(part)
+
+        self.encode_parts(len(flat), load, out, rank=rank, step=step, name=name)
+
+    def encode_parts(
+        self,
+        numel: int,
+        load: Callable[[int, int], Tensor],
+        out: Tensor,
+        keep: Callable[[int, Tensor, Tensor], object] | None = None,
+        *,
+        rank: int = 0,
+        step: int = 0,
+        name: str = "",
+    ) -> None:
+        """Load, encode and keep a tile, then the next one."""
+        generator = self.draws(out, rank, step, name)
+        again = None if keep is None else self.draws_again(out)
+        for begin, length, start in self._tiles(numel):
+            tile, end = load(begin, length), start + self.tile_bytes(length)
+            self.encode_tile(tile, out[start:end], generator)
+            out[end : start + self._stride].zero_()
+            if keep is not None:
+                sent = scratch("sent", length, torch.float32, out.device)
+                self.decode_tile(out[start:end], sent, again)
+                keep(begin, tile, sent)
 
     def decode(self, data: Tensor, out: Tensor, *, alpha: float | None = None) -> None:
         """Decode tile by tile."""
-        flat, start = out.view(-1), self.head
-        generator = self.draws_again(data)
-        for begin in range(0, flat.numel(), self.tile):
-            target = flat[begin : begin + self.tile]
-            source = data[start : start + self.tile_bytes(len(target))]
+        flat, generator = out.view(-1), self.draws_again(data)
+        for begin, length, start in self._tiles(len(flat)):
+            target, source = flat[begin : begin + length], data[start : start + self.tile_bytes(length)]
             if alpha is None and target.dtype == torch.float32:
                 self.decode_tile(source, target, generator)
             else:
-                decoded = scratch("tile", len(target), torch.float32, out.device)
+                decoded = scratch("tile", length, torch.float32, out.device)
                 self.decode_tile(source, decoded, generator)
                 if alpha is None:
                     target.copy_(decoded)
                 else:
                     target.add_(decoded, alpha=alpha)
+
+    def decode_parts(
+        self, numel: int, payloads: Sequence[Tensor], store: Callable[[int, Tensor], object], *, alpha: float = 1.0
+    ) -> None:
+        """Decode the same tile of all payloads, then the next one."""
+        generators = [self.draws_again(data) for data in payloads]
+        for begin, length, start in self._tiles(numel):
+            total = scratch("sum", length, torch.float32, payloads[0].device)
+            end = start + self.tile_bytes(length)
+            self.decode_tile(payloads[0][start:end], total, generators[0])
+            if alpha != 1.0:
+                total.mul_(alpha)
+            for data, generator in zip(payloads[1:], generators[1:], strict=True):
+                decoded = scratch("tile", length, torch.float32, data.device)
+                self.decode_tile(data[start:end], decoded, generator)
+                total.add_(decoded, alpha=alpha)
+            store(begin, total)
+
+    def _tiles(self, numel: int) -> Iterator[tuple[int, int, int]]:
+        """Yield begin, length and place in the payload of every tile."""
+        start = self.head
+        for begin in range(0, numel, self.tile):
+            yield begin, min(self.tile, numel - begin), start
             start += self._stride
 
     @property

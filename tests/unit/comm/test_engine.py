@@ -31,6 +31,7 @@ from robustdist.comm import (
 )
 from robustdist.comm.collectives import Chunked, Gather, Key, Native, chunks, run_pipelined
 from robustdist.comm.cost import choose, dense_bytes, sent_bytes
+from robustdist.comm.ends import Whole
 from robustdist.comm.engine import CommEngine
 from robustdist.core.testing import run_ranks
 
@@ -74,7 +75,7 @@ def exchange_all(rank: int, world_size: int) -> list[tuple[str, bool, float, int
                 continue
             xs = [torch.randn(size, generator=torch.Generator().manual_seed(r)) for r in range(world_size)]
             x, out, sent = xs[rank].clone(), torch.full((size,), 7.0), torch.full((size,), 7.0)
-            exchange = kind(x, out, codec, group, Key(3, "k"), sent=sent)
+            exchange = kind(Whole(x, out, sent), 0, size, codec, group, Key(3, "k"))
             bytes_sent = run_pipelined([exchange])
             assert exchange.error is None
             assert torch.equal(x, xs[rank]), "the input is left alone"
@@ -296,15 +297,15 @@ class Fragile(Int8):
         self.where = where
         self.armed = False
 
-    def encode(self, x, out, **key):
+    def encode_tile(self, x, out, generator):
         if self.armed and self.where == "encode":
             raise ArithmeticError("the codec of this rank broke")
-        super().encode(x, out, **key)
+        super().encode_tile(x, out, generator)
 
-    def decode(self, data, out, **options):
+    def decode_tile(self, data, out, generator):
         if self.armed and self.where == "decode":
             raise ArithmeticError("the codec of this rank broke")
-        super().decode(data, out, **options)
+        super().decode_tile(data, out, generator)
 
     def contractive(self):
         return self

@@ -110,15 +110,15 @@ def test_a_failure_outside_the_codec_reaches_the_others():
         if rank == 1:
 
             def broken(*args: object, **kwargs: object) -> None:
-                raise ArithmeticError("the residual of this rank broke")
+                raise ArithmeticError("the memory of this rank broke")
 
-            engine.memory.update = broken
+            engine.memory.dense = broken
         text = caught(engine, rank, range(1, 4))
         dist.barrier()  # until the others have ended, the connections of the failed rank stay open
         return text
 
     for text in run_ranks(run, 3, timeout=20):
-        assert "rank 1: ArithmeticError: the residual of this rank broke" in text
+        assert "rank 1: ArithmeticError: the memory of this rank broke" in text
         assert "does not answer" not in text
 
 

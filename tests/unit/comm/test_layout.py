@@ -31,12 +31,14 @@ def test_what_is_loaded_is_stored_and_gaps_are_zero():
     tensors = {name: torch.randn(shape, generator=generator).to(torch.bfloat16) for name, shape in SHAPES}
     layout = Layout(SHAPES)
     flat, side = torch.full((layout.total,), math.nan), torch.full((layout.side_total + 1,), math.nan)
-    layout.load(tensors, flat, side)
+    layout.load(tensors, flat)
+    layout.load_sides(tensors, side)
     assert flat.isfinite().all()
     assert side[:-1].isfinite().all()
     assert flat.count_nonzero() == sum(tensors[name].count_nonzero() for name in "abd")
     out = {name: torch.full_like(tensor, 7) for name, tensor in tensors.items()}
-    layout.store(flat, side, out)
+    layout.store(flat, out)
+    layout.store_sides(side, out)
     assert all(torch.equal(out[name], tensors[name]) for name in tensors)
 
 
