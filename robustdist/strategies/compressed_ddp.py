@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 from time import perf_counter
@@ -19,14 +19,23 @@ from robustdist.comm import QSGD, Compressor, Identity, make_compressor
 from robustdist.comm.controller import BitController
 from robustdist.comm.cost import Collective, choose
 from robustdist.comm.engine import CommEngine
+from robustdist.comm.grouping import Group
 from robustdist.comm.link import measure_link, pick_compressor
 from robustdist.comm.residual_state import RESIDUALS, Residuals, load_residuals, save_residuals
 from robustdist.errors import RobustDistWarning, UsageError
 from robustdist.strategies.bit_control import BitControl
 from robustdist.strategies.bucket_router import BucketRouter
 from robustdist.strategies.comm_hook import GradBucket, make_hook
+from robustdist.strategies.group_planner import GroupPlanner
 from robustdist.strategies.momentum_sync import MomentumSync
-from robustdist.strategies.refusals import check_module, check_options, check_skipped, check_trainer, check_wrapped
+from robustdist.strategies.refusals import (
+    check_groups,
+    check_module,
+    check_options,
+    check_skipped,
+    check_trainer,
+    check_wrapped,
+)
 from robustdist.types import check_count
 
 __all__ = ["CompressedDDPStrategy"]
@@ -54,6 +63,9 @@ class CompressedDDPStrategy(DDPStrategy):
         sides: 2 compresses the averaged gradient on its way back too, 1 sends it as float32.
         collective: "chunked", "gather", "native", or "auto" for the one that sends fewest bytes.
         bits: Chooses the bits of ``QSGD`` while training runs: ``FixedBits``, ``BitSchedule`` or ``MQGrad``.
+        groups: Which gradients travel together: "ddp" leaves that to DDP, which fills buckets up to ``bucket_cap_mb``;
+            "auto" watches five steps and the link and plans groups that keep backward waiting least, without cutting a
+            layer; or lists of names of parameters, in the order in which their gradients become ready.
         residuals: What a checkpoint keeps of the error feedback. "reduced": one vector of the size of the model, good
             for any number of processes. "per_rank": all of it, for a continuation that is exact to the bit with the
             same number. "reset": nothing.
@@ -76,6 +88,7 @@ class CompressedDDPStrategy(DDPStrategy):
         sides: Literal[1, 2] = 2,
         collective: Collective | Literal["auto"] = "auto",
         bits: BitController | None = None,
+        groups: Literal["ddp", "auto"] | Sequence[Sequence[str]] = "ddp",
         residuals: Residuals = "reduced",
         small: int = 1024,
         segment: int = 2 * 1024 * 1024,
@@ -86,6 +99,8 @@ class CompressedDDPStrategy(DDPStrategy):
         check_options(options)
         if residuals not in RESIDUALS:
             raise UsageError(f"residuals={residuals!r} must be one of {', '.join(RESIDUALS)}")
+        if groups != "ddp" and options.get("bucket_cap_mb") is None:
+            options["bucket_cap_mb"] = 1  # small parts, which arrive early; the groups put them together
         super().__init__(timeout=timeout, start_method=start_method, **options)
         self.compressor: Compressor | None = None
         if compressor is None:
@@ -106,6 +121,8 @@ class CompressedDDPStrategy(DDPStrategy):
             "error_feedback": error_feedback,
             "sides": sides,
             "collective": collective,
+            # what DDP discards because no rank used the parameter must not be taken from the residuals
+            "dynamic": bool(options.get("find_unused_parameters")),
         }
         self._transport: dict[str, Any] = {
             "small": small,
@@ -115,7 +132,9 @@ class CompressedDDPStrategy(DDPStrategy):
         self.engine: CommEngine | None = None
         self._names: dict[int, str] = {}
         self._step = 0
+        self._groups = groups
         self._router = BucketRouter()
+        self._planner: GroupPlanner | None = None
         self._momenta: MomentumSync | None = None
         self._executed = False
         self._skipped = 0
@@ -159,7 +178,21 @@ class CompressedDDPStrategy(DDPStrategy):
         self.engine = CommEngine(self._codec(module), **self._engine_options, **self._transport)
         if self.engine.world_size == 1:
             rank_zero_info(f"{type(self).__name__}: a single process sends nothing, so nothing is compressed")
+        self._step_wait = self._wait_seconds = 0.0
+        self._start_groups(self.engine, module)
         model.register_comm_hook(None, make_hook(self._reduce))
+
+    def _start_groups(self, engine: CommEngine, module: LightningModule) -> None:
+        self._router = BucketRouter()
+        if self._groups == "ddp" or engine.world_size == 1:
+            return
+        if isinstance(engine.codec, Identity):
+            rank_zero_info("groups: float32 travels in DDP's own buckets, so nothing is grouped")
+        elif self._groups == "auto":
+            self._planner = GroupPlanner(module, measure_link(device=self.root_device))
+        else:
+            check_groups(self._groups, module)
+            self._router = BucketRouter([tuple(names) for names in self._groups], join=True)
 
     def teardown(self) -> None:
         """End the communication, then DDP."""
@@ -175,6 +208,9 @@ class CompressedDDPStrategy(DDPStrategy):
             if self._momenta is not None:
                 self._momenta.close()
                 self._momenta = None
+            if self._planner is not None:
+                self._planner.close()
+                self._planner = None
             self.engine.close()
             self.engine = None
 
@@ -203,10 +239,12 @@ class CompressedDDPStrategy(DDPStrategy):
         return future
 
     def pre_backward(self, closure_loss: Tensor) -> None:
-        """Let the bit controller see the loss."""
+        """Let the bit controller see the loss, and start the clock of the planner."""
         super().pre_backward(closure_loss)
         if self._bits is not None:
             self._bits.add_loss(closure_loss)
+        if self._planner is not None:
+            self._planner.begin_backward()
 
     def post_backward(self, closure_loss: Tensor) -> None:
         """Count how long backward waited for the network after its own work was done."""
@@ -247,6 +285,17 @@ class CompressedDDPStrategy(DDPStrategy):
         engine.nonfinite = None
         if self._bits is not None:
             self._bits.end_step(engine, self._step_wait, executed=self._executed)
+        if self._planner is not None:
+            self._plan(engine, self._planner)
+
+    def _plan(self, engine: CommEngine, planner: GroupPlanner) -> None:
+        groups = planner.end_step(engine, self._engine_options["collective"])
+        if groups is not None:
+            self._planner = None
+            self._router = BucketRouter([group.names for group in groups], join=True)
+            waits = sum(group.exposed for group in groups)
+            sizes = ", ".join(f"{group.num_bytes / 2**20:.1f}" for group in groups)
+            rank_zero_info(f"groups='auto': {len(groups)} of {sizes} MiB; {1000 * waits:.0f} ms of waiting predicted")
 
     def _note_execution(self, optimizer: Any, *_: Any) -> None:
         # fused optimisers are called in any case and skip the update themselves
@@ -290,6 +339,7 @@ class CompressedDDPStrategy(DDPStrategy):
         return {
             "step": self._step,
             "buckets": [list(names) for names in self._router.sent],
+            "grouped": self._router.join,
             "momenta": None if self._momenta is None else self._momenta.state_dict(mode),
             "bits": None if self._bits is None else self._bits.state_dict(),
             **save_residuals(engine, mode, sizes),
@@ -303,7 +353,10 @@ class CompressedDDPStrategy(DDPStrategy):
         if not isinstance(engine.codec, Identity):
             # DDP begins with a single bucket and cuts it after the first step. A resumed run has to begin with the cut
             # one, or chunks and draws of its first step would be others than in an uninterrupted run.
-            self._router = BucketRouter([tuple(names) for names in state["buckets"]])
+            self._router = BucketRouter([tuple(names) for names in state["buckets"]], join=state["grouped"])
+            if state["grouped"] and self._planner is not None:
+                self._planner.close()
+                self._planner = None
         load_residuals(engine, state, self.global_rank)
         if self._momenta is not None and state["momenta"] is not None:
             self._momenta.load_state_dict(state["momenta"], self.global_rank)
@@ -322,6 +375,10 @@ class CompressedDDPStrategy(DDPStrategy):
     def _stats(self, engine: CommEngine) -> dict[str, float]:
         stats = {**engine.comm_stats(), "wait_seconds": self._wait_seconds}
         return stats if self._momenta is None else self._momenta.add_stats(stats)
+
+    def bucket_times(self) -> list[Group]:
+        """Return the groups of the last step with the seconds they took and were waited for, on this process."""
+        return [] if self.engine is None else self.engine.bucket_times()
 
     @property
     def chosen_bits(self) -> int | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from robustdist._lightning import Callback, GradientAccumulationScheduler, LightningModule, Trainer
 from robustdist.errors import UsageError
 
-__all__ = ["check_module", "check_options", "check_skipped", "check_trainer", "check_wrapped"]
+__all__ = ["check_groups", "check_module", "check_options", "check_skipped", "check_trainer", "check_wrapped"]
 
 #: Steps that a gradient scaler may skip one after the other; it finds its scale in some twenty.
 _MAX_SKIPPED = 100
@@ -70,6 +70,20 @@ def check_module(module: LightningModule) -> None:
                 f"{name} is updated by an optimiser during backward, which excludes a compressor: "
                 "let the Trainer step the optimiser"
             )
+
+
+def check_groups(groups: Sequence[Sequence[str]], module: LightningModule) -> None:
+    """Refuse groups of unknown names, or with a name in two of them.
+
+    Raises:
+        UsageError: Naming the first of them.
+    """
+    names = [name for group in groups for name in group]
+    known = {name for name, _ in module.named_parameters()}
+    wrong = [name for name in names if name not in known or names.count(name) > 1]
+    if wrong:
+        what = "is in two groups" if wrong[0] in known else "is no parameter of the module"
+        raise UsageError(f"groups: {wrong[0]!r} {what}: give each name of named_parameters() once")
 
 
 def check_wrapped(model: DistributedDataParallel) -> None:
