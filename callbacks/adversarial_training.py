@@ -167,7 +167,8 @@ class AdversarialTraining(Callback):
             self._layout.enter_context(channels_last_weights(pl_module))
         if trainer.global_step == 0:
             # a new training; a checkpoint is restored after this
-            self._num_attacks = self._progress.num_steps = 0
+            self._num_attacks = 0
+            self._progress.reset()
             self.step_factor = 1.0
             self.objective.reset()
         self._progress.forget_length()
@@ -236,14 +237,14 @@ class AdversarialTraining(Callback):
         """Return the counters behind random starts and schedules, and the step factor."""
         return {
             "num_attacks": self._num_attacks,
-            "num_steps": self._progress.num_steps,
+            **self._progress.state_dict(),
             "step_factor": self.step_factor,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue the counters; a checkpoint without a step factor has 1."""
         self._num_attacks = int(state_dict["num_attacks"])
-        self._progress.num_steps = int(state_dict["num_steps"])
+        self._progress.load_state_dict(state_dict)
         self.step_factor = float(state_dict.get("step_factor", 1.0))
         if self._trainer is not None and "objective" in state_dict:
             load_objective(self.objective, state_dict["objective"], self._trainer)
@@ -268,7 +269,8 @@ class AdversarialTraining(Callback):
         if not self._rehearsed and self.fast_path.needs_batch:
             settle_fast_path(trainer, step, self.objective)
         self._rehearsed = True
-        output, logs = step.run(self.objective)
+        with failing_together() if self.objective.refuses_by_batch else nullcontext():
+            output, logs = step.run(self.objective)
         self._logs = {"eps": self.attack.eps * step.call.eps_scale, **logs}
         self._batch_size = len(step.x)
         return output
@@ -293,7 +295,6 @@ class AdversarialTraining(Callback):
             inner_step=inner_step,
             label_smoothing=self.label_smoothing,
             channels_last=self.channels_last is True,
-            step_factor=self.step_factor,
             progress=self._progress.value,
         )
 

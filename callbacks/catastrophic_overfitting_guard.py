@@ -26,7 +26,7 @@ from robustdist.core.ranks import failing_together, gathered
 from robustdist.core.snapshot import on_cpu, restore_snapshot, take_snapshot
 from robustdist.core.space import Pixels
 from robustdist.errors import RobustDistWarning, UsageError
-from robustdist.types import check_count
+from robustdist.types import UNLABELED, check_count
 
 __all__ = ["CatastrophicOverfittingGuard"]
 
@@ -38,7 +38,8 @@ class CatastrophicOverfittingGuard(Callback):
 
     Training on single-step attacks can fail within an epoch: the accuracy under the training attack rises on while
     that under several steps falls to nothing. The subset is the first ``num_samples`` training samples that this
-    callback sees, over all processes together and as the loader hands them out, kept on the CPU. The weights are those
+    callback sees, over all processes together and as the loader hands them out, kept on the CPU; those without label
+    (target -1) are left out. The weights are those
     that are trained, not their running average. Training is not disturbed: without a rollback the weights are the
     same, bit for bit, as without the guard.
 
@@ -171,14 +172,15 @@ class CatastrophicOverfittingGuard(Callback):
         if self._samples is not None or missing <= 0:
             return
         x, y, *_ = self._training.adapter.locate(batch)
+        rows = _labeled(y, len(x))
         if not self._batches:
             with failing_together():
                 forward = bind_forward(pl_module, self._training.forward, batch)
                 self._multi_step().check_inputs(x)
-                check_class_indices(
-                    guarded_logits(pl_module, forward, x), y, remedy="the guard counts right classes, leave it out"
-                )
-        self._batches.append((on_cpu(x[:missing]), on_cpu(y[:missing])))
+                logits = guarded_logits(pl_module, forward, x)
+                check_class_indices(logits[rows], y[rows], remedy="the guard counts right classes, leave it out")
+        rows = rows[:missing]
+        self._batches.append((on_cpu(x[rows]), on_cpu(y[rows])))
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -197,7 +199,8 @@ class CatastrophicOverfittingGuard(Callback):
         if self._samples is None:
             # every process keeps all of them, so that a checkpoint of the first one is enough to go on
             batches = [pair for batches in gathered(self._batches) for pair in batches]
-            if sum(len(x) for x, _ in batches) < self.num_samples and not trainer.is_last_batch:
+            found = sum(len(x) for x, _ in batches)
+            if found == 0 or (found < self.num_samples and not trainer.is_last_batch):
                 return False
             self._samples = torch.cat([x for x, _ in batches]), torch.cat([y for _, y in batches])
             self._batches = []
@@ -366,6 +369,13 @@ class CatastrophicOverfittingGuard(Callback):
         samples = state_dict["samples"]
         self._samples = None if samples is None else (on_cpu(samples[0]), on_cpu(samples[1]))
         self._snapshot = on_cpu(state_dict["snapshot"])
+
+
+def _labeled(y: Any, size: int) -> Tensor:
+    """Return the numbers of the samples that have a label; all of them where targets are no class indices."""
+    if isinstance(y, Tensor) and y.dim() == 1 and not y.is_floating_point():
+        return (y != UNLABELED).nonzero()[:, 0]
+    return torch.arange(size)
 
 
 def _weight_averages(trainer: Trainer) -> list[WeightAveraging]:

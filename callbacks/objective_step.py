@@ -64,7 +64,6 @@ class ObjectiveStep:
         inner_step: What the attack increases in place of a loss of the logits: maps a batch to a loss.
         label_smoothing: Share of the uniform distribution in the targets of the outer loss.
         channels_last: Whether images are given in channels-last order.
-        step_factor: As in :class:`ObjectiveContext`.
         progress: As in :class:`ObjectiveContext`.
         outputs: What the user's step returned so far in this step of the Trainer.
         guessed: Whether the targets are not the user's, so that no log must show them.
@@ -81,7 +80,6 @@ class ObjectiveStep:
     inner_step: Callable[[Any], Any] | None = None
     label_smoothing: float = 0.0
     channels_last: bool = False
-    step_factor: float = 1.0
     progress: float = 1.0
     outputs: list[Any] = field(default_factory=list)
     guessed: bool = False
@@ -112,7 +110,6 @@ class ObjectiveStep:
             from_pixels=lambda pixels: self.attack.from_pixels(pixels, self.x),
             take=lambda rows, y=None: self.take(rows, y).context(),
             module=self.module,
-            step_factor=self.step_factor,
             progress=self.progress,
         )
 

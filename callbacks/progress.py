@@ -21,6 +21,8 @@ class Progress:
 
     def __init__(self) -> None:
         self.num_steps = 0
+        #: The Trainer's own count when this one began, None before that.
+        self.started_at: int | None = None
         # None while the length of training is unknown, as in a learning rate finder: schedules are at their end then
         self._num_total_steps: float | None = None
         self._counter: RemovableHandle | None = None
@@ -32,6 +34,18 @@ class Progress:
             return 1.0
         # counted from 1: a ramp that starts at zero shall not waste the first step on a radius of zero
         return min(1.0, (self.num_steps + 1) / self._num_total_steps)
+
+    def reset(self) -> None:
+        """Begin a new training."""
+        self.num_steps, self.started_at = 0, None
+
+    def state_dict(self) -> dict[str, int | None]:
+        """Return what a resumed training needs."""
+        return {"num_steps": self.num_steps, "started_at": self.started_at}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue; a checkpoint may lack ``started_at``."""
+        self.num_steps, self.started_at = int(state["num_steps"]), state.get("started_at")
 
     def forget_length(self) -> None:
         """Let ``value`` be 1 until the length of training is known."""
@@ -48,6 +62,9 @@ class Progress:
         Raises:
             UsageError: If the length is needed and unknown.
         """
+        if self.started_at is None:
+            # also from a checkpoint without this entry: right unless steps had been skipped by then
+            self.started_at = self._done(trainer, module) - self.num_steps
         if followed_by is not None:
             self._num_total_steps = self._length(trainer, module, followed_by)
         if trainer.optimizers and module.automatic_optimization:
@@ -65,19 +82,29 @@ class Progress:
             self._counter = None
 
     def _length(self, trainer: Trainer, module: LightningModule, followed_by: str) -> float:
-        """Return what will have been counted at the end of training."""
+        """Return what will have been counted at the end of training if no step is skipped.
+
+        Steps that were skipped before a training was resumed do not shorten it: with them or without a break, a
+        schedule is where it would be.
+        """
+        assert self.started_at is not None
         if module.automatic_optimization:
-            total, done = trainer.estimated_stepping_batches, trainer.global_step
+            total = trainer.estimated_stepping_batches
         else:
             epochs = -1 if trainer.max_epochs is None else trainer.max_epochs
-            total, done = trainer.num_training_batches * epochs, trainer.fit_loop.total_batch_idx + 1
+            total = trainer.num_training_batches * epochs
         # -1 is Lightning's answer for max_epochs with a loader that has no length
         if not 0 < total < float("inf"):
             raise UsageError(
                 f"{followed_by} needs the length of training: set the Trainer's max_epochs with a loader that has a "
                 "length, or in automatic optimisation its max_steps"
             )
-        return max(1.0, total - done + self.num_steps)
+        return max(1.0, total - self.started_at)
+
+    @staticmethod
+    def _done(trainer: Trainer, module: LightningModule) -> int:
+        """Return how many steps the Trainer has counted, skipped ones too, or batches in manual optimisation."""
+        return trainer.global_step if module.automatic_optimization else trainer.fit_loop.total_batch_idx + 1
 
     def _count(self, optimizer: Any, *_: Any) -> None:
         # fused optimisers are called in any case and skip the update themselves

@@ -213,6 +213,8 @@ class Attack(ABC):
             targeted=self.targeted,
             # in train mode batch statistics tie the rows together
             rowwise=rowwise and self.model_mode == "eval",
+            whole_eps=self.eps,
+            step_scale=step_scale,
         )
 
     def adapt(self, problem: Problem, noise: Noise) -> Problem:

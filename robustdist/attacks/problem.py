@@ -55,11 +55,13 @@ class Problem:
         y: Targets as the attack loss takes them; for a targeted attack the classes to reach.
         logits: Maps pixel inputs to logits, shape (batch, classes), at least float32.
         loss: Maps (logits, y) to the loss that the attack increases, one value per sample or a scalar.
-        norm, eps, step_size, bounds: The threat model and the step, in pixel units.
+        norm, eps, step_size, bounds: The threat model and the step, in pixel units, as schedules and guards made them.
         noise: The only source of randomness.
         loss_scale: Factor on the loss, against underflow in half precision.
         targeted: Whether ``y`` holds the classes to reach.
         rowwise: Whether the logits of a row depend on that row alone, so that rows may be left out.
+        whole_eps: The radius before any schedule; with ``step_scale`` for objectives with a step rule of their own.
+        step_scale: What schedules and guards made of the step.
         search: A cheaper way to nearly the same logits. What it finds counts only if ``logits`` confirms it.
         followed: Shape (batch,), True where some step had a gradient to follow.
         stage: As in :class:`AttackResult`.
@@ -77,6 +79,8 @@ class Problem:
     loss_scale: float = 1.0
     targeted: bool = False
     rowwise: bool = True
+    whole_eps: float = 0.0
+    step_scale: float = 1.0
     search: Callable[[Tensor], Tensor] | None = None
     followed: Tensor = field(init=False)
     stage: Tensor | None = field(init=False, default=None)

@@ -62,24 +62,31 @@ class AWP(Wrapper):
     own data; they are equal again before the step.
 
     The base objective is computed twice per batch; the second pass leaves no logs, the first no trace in buffers such
-    as the statistics of batch norm. There is no warm-up, which the released code has for TRADES.
+    as the statistics of batch norm.
 
     Args:
         base: The objective; default :class:`PGDAT`.
         gamma: Size of the perturbation over the size of the weights, at least 0.
+        warm_up: Share of training, in [0, 1), in which the weights stay where they are and the base objective is
+            computed once. The released code does so for its first ten epochs with TRADES: ``10 / max_epochs``. Without
+            a Trainer it is over where ``progress`` exceeds it.
 
     Raises:
-        UsageError: If ``gamma`` is negative.
+        UsageError: If ``gamma`` is negative or ``warm_up`` is no share.
 
     References:
         Wu et al., "Adversarial Weight Perturbation Helps Robust Generalization".
     """
 
-    def __init__(self, base: Objective | None = None, gamma: float = 0.01) -> None:
+    def __init__(self, base: Objective | None = None, gamma: float = 0.01, *, warm_up: float = 0.0) -> None:
         if not 0 <= gamma < float("inf"):
             raise UsageError(f"gamma={gamma} must be a finite number that is not negative")
+        if not 0 <= warm_up < 1:
+            raise UsageError(f"warm_up={warm_up} must be in [0, 1), the share of training: 10 of 200 epochs are 0.05")
         super().__init__(base if base is not None else PGDAT())
         self.gamma = gamma
+        self.warm_up = warm_up
+        self.follows_progress = warm_up > 0 or self.base.follows_progress
         self.needs_second_pass = gamma > 0 or self.base.needs_second_pass
         self._originals: list[tuple[nn.Parameter, Tensor]] = []
 
@@ -95,7 +102,7 @@ class AWP(Wrapper):
     def compute(self, context: ObjectiveContext) -> Tensor | None:
         """Return the base objective at the moved weights."""
         self.after_backward()
-        if self.gamma == 0:
+        if self.gamma == 0 or context.progress <= self.warm_up:
             return self.base.compute(context)
         # the same adversarial inputs for both passes: the attack is most of the cost
         tape = _Tape()

@@ -39,8 +39,6 @@ class ObjectiveContext:
         take: Maps (rows, y=None) to the context of some samples, with targets ``y`` in place of theirs. The losses of a
             part with other targets leave no logs.
         module: The module in training, for objectives that read or move its weights.
-        step_factor: What a guard made of the attack's step: ``attack`` and ``problem`` hold it, objectives with a step
-            rule of their own multiply by it.
         progress: How far training is, in (0, 1]; 1 without a Trainer and where nobody asked (``follows_progress``).
         logs: Scalars that the objective wants logged: under ``robust/``, or as it is for a key with a slash.
     """
@@ -56,7 +54,6 @@ class ObjectiveContext:
     from_pixels: Callable[[Tensor], Tensor]
     take: Callable[..., ObjectiveContext]
     module: nn.Module
-    step_factor: float = 1.0
     progress: float = 1.0
     logs: dict[str, Tensor] = field(default_factory=dict)
 
@@ -82,6 +79,8 @@ class Objective(ABC):
     replays = 1
     #: Whether the loss is one of its own in place of the module's.
     replaces_loss = False
+    #: Whether the batch of one process may make it refuse a step that the others take; then all agree in every step.
+    refuses_by_batch = False
     #: Whether the state belongs to the process, as perturbations of its own samples do.
     state_is_per_rank = False
 

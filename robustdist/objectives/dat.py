@@ -51,7 +51,8 @@ class DAT(Objective):
 
     Raises:
         UsageError: If an argument is out of range; with unlabelled samples in manual optimisation, or in batches with
-            entries that cannot be cut.
+            entries that cannot be cut; for a part of a batch with one sample where batch norm needs two. What one
+            process refuses all of them refuse: they agree in every step, by one exchange of a few bytes.
 
     References:
         Zhang et al., "Distributed Adversarial Training to Robustify Deep Neural Networks at Scale".
@@ -74,6 +75,7 @@ class DAT(Objective):
         self.unlabeled_weight = unlabeled_weight
         self.unlabeled: Literal["pseudo", "kl"] = unlabeled
         self.needs_second_pass = clean_weight > 0
+        self.refuses_by_batch = True
 
     def adapt(self, attack: Attack) -> Attack:
         """Return the attack; refuse one that cannot follow the divergence."""
@@ -88,6 +90,17 @@ class DAT(Objective):
 
     def compute(self, context: ObjectiveContext) -> Tensor | None:
         """Return the sum of robust, clean and unlabelled loss, as far as the batch has samples for them."""
+        try:
+            return self._total(context)
+        except ValueError as error:
+            if _ONE_VALUE not in str(error):
+                raise
+            raise UsageError(
+                "batch norm cannot train on the only sample with or without label in a batch: raise the batch size, "
+                "drop the last batch of an epoch (drop_last=True), or mix in more samples of that kind"
+            ) from error
+
+    def _total(self, context: ObjectiveContext) -> Tensor | None:
         missing = _missing(context.y)
         if missing is None:
             return self._supervised(context, context, context.attack(context.x, context.y))
@@ -128,6 +141,9 @@ class DAT(Objective):
         x_adv_unlabeled = part.attack(part.x, reference, attack_loss=kl_divergence)
         return x_adv, lambda: kl_divergence(part.logits(x_adv_unlabeled), reference).mean()
 
+
+# What torch says of batch norm in training with one value per channel.
+_ONE_VALUE = "Expected more than 1 value per channel when training"
 
 #: Adversarial inputs with a label, and what computes the loss on those without.
 _Attacked = tuple[Tensor, Callable[[], Tensor | None]]

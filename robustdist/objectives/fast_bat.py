@@ -33,9 +33,13 @@ class FastBAT(Objective):
     The step :math:`s` is not scale free: the constant of the released code (5000/255 up to a radius of 8/255 and
     2000/255 above it, for summed cross-entropy on CIFAR-10) is a weak attack where a confident net has small gradients.
     ``step="relative"`` therefore scales every sample's step to its gradient, so that its mean absolute entry moves by
-    ``step_factor`` radii. Logged: ``fast_bat/interior_fraction`` (share of :math:`H`) and ``fast_bat/ig_ratio`` (size
-    of the implicit part over the direct one, in the inputs). Needs double backward: compiled modules and compiled
-    autograd are refused, unless ``implicit_weight=0``.
+    ``step_factor`` radii. Radii are the configured one in both rules, whatever an ``eps_schedule`` has reached; a
+    ``step_size_schedule`` (by default the ``eps_schedule``) and a guard multiply every step.
+
+    Logged: ``fast_bat/interior_fraction`` (share of :math:`H`) and ``fast_bat/ig_ratio``, the norm of
+    :math:`H \nabla_{\delta^*} \ell / \lambda` over that of :math:`\nabla_{\delta^*} \ell`: a ratio of gradients of the
+    inputs. That of the two parts of the weights' gradient is another number. Needs double backward: compiled modules
+    and compiled autograd are refused, unless ``implicit_weight=0``.
 
     Args:
         step: "relative", "paper", or a number :math:`s`.
@@ -77,7 +81,7 @@ class FastBAT(Objective):
             return torch.autograd.grad(scale * value, leaf, create_graph=create_graph)[0] / scale
 
         def solved(delta: Tensor, grad: Tensor) -> Tensor:
-            step = context.step_factor * self._step(grad, eps)
+            step = problem.step_scale * self._step(grad, problem.whole_eps)
             return torch.minimum(torch.maximum(delta + step * grad, low), high)
 
         start = torch.minimum(torch.maximum(problem.noise.uniform(x, "start").mul_(2 * eps).sub_(eps), low), high)

@@ -19,6 +19,7 @@ _TRAITS = (
     "follows_progress",
     "replays",
     "replaces_loss",
+    "refuses_by_batch",
     "state_is_per_rank",
 )
 

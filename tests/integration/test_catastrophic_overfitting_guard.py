@@ -15,7 +15,7 @@ from torch import nn
 from robustdist.attacks import FGSM, PGD, LinearRamp
 from robustdist.callbacks import AdversarialTraining, CatastrophicOverfittingGuard
 from robustdist.errors import RobustDistWarning, UsageError
-from robustdist.objectives import FGSMRS, NFGSM, TRADES
+from robustdist.objectives import DAT, FGSMRS, NFGSM, TRADES
 
 from .support import Classifier, Memory, identical, loader, naive_pgd, seeded_net, shares, trained_net
 
@@ -71,6 +71,35 @@ def history(trainer, pl_module):
 
 
 # --- what is measured
+
+
+def test_samples_without_label_are_left_out(launch, images):
+    x, y = images(24)
+    gaps = y.clone()
+    gaps[:8], gaps[9::2] = -1, -1  # the whole first batch, and every second sample of the others
+    net = trained_net()
+    chosen = torch.tensor([row for row in range(24) if gaps[row] >= 0])
+    attack = PGD(eps=EPS, steps=3, step_size=EPS / 2, random_start=False)
+    guard = CatastrophicOverfittingGuard(attack, num_samples=6)
+    objective = DAT(0.0)
+    (entries,) = launch(
+        Classifier(copy.deepcopy(net), lr=0.0), loader(x, gaps), callbacks=[training(objective), guard], collect=history
+    )
+    rows = chosen[:6]
+    x_adv = naive_pgd(net, x[rows], y[rows], EPS, EPS / 2, 3)
+    expected = float((net(x_adv).argmax(1) == y[rows]).float().mean())
+    assert torch.equal(guard._samples[0], x[rows])
+    assert entries[0]["multi_step_acc"] == pytest.approx(expected)
+    assert expected > 0
+
+
+def test_without_any_label_nothing_is_measured(launch, images):
+    x, y = images(8)
+    guard = CatastrophicOverfittingGuard(strong(), num_samples=6)
+    (entries,) = launch(
+        module(), loader(x, torch.full_like(y, -1)), callbacks=[training(DAT(0.0)), guard], collect=history
+    )
+    assert entries == []
 
 
 def test_accuracies_equal_a_naive_count(launch, images):

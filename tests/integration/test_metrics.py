@@ -153,7 +153,7 @@ def test_manual_optimisation_trains_on_adversarial_images(launch, images, proces
     naive_training(net, [(a.double(), b) for a, b in zip(x.split(8), y.split(8), strict=True)], clean_weight=0.0)
     for weights, counters in results:
         assert largest_difference(weights, {f"net.{k}": v for k, v in net.state_dict().items()}) < 1e-10
-        assert counters == {"num_attacks": 8, "num_steps": 8, "step_factor": 1.0}
+        assert counters == {"num_attacks": 8, "num_steps": 8, "started_at": 0, "step_factor": 1.0}
 
 
 def test_manual_optimisation_refuses_a_second_pass_before_the_first_batch(tmp_path, images):
@@ -199,7 +199,7 @@ def test_two_optimisers_in_turn(launch, images):
     assert module.trained == [True] * 8
     assert all(parameter.requires_grad for parameter in module.parameters())
     assert float((torch.cat(module.seen) - x).abs().max()) > 0.05
-    assert callback.state_dict() == {"num_attacks": 4, "num_steps": 4, "step_factor": 1.0}
+    assert callback.state_dict() == {"num_attacks": 4, "num_steps": 4, "started_at": 0, "step_factor": 1.0}
 
 
 class Skipping(Classifier):

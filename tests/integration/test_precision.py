@@ -8,6 +8,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import MixedPrecision
 from torch.amp import GradScaler
 
@@ -45,6 +46,16 @@ class Trace(pl.Callback):
         self.weights.append(pl_module.net.head.weight.detach().clone())
 
 
+class StopAfter(pl.Callback):
+    """Ends a training early, as a time limit does."""
+
+    def __init__(self, epochs):
+        self.epochs = epochs
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        trainer.should_stop = trainer.current_epoch + 1 == self.epochs
+
+
 def scaled(init_scale=2.0**16):
     # the string "16-mixed" becomes bfloat16 on a CPU
     return [MixedPrecision("16-mixed", "cpu", GradScaler("cpu", init_scale=init_scale))]
@@ -72,7 +83,30 @@ def test_skipped_steps_do_not_advance_the_schedule(launch, images, fused, object
     moved = [not torch.equal(*pair) for pair in zip(trace.weights[1:], trace.weights[2:], strict=False)]
     assert moved == [True] * 4
     assert trace.eps == pytest.approx([0.25 * step / 6 for step in (1, 1, 1, 2, 3, 4)])
-    assert callback.state_dict() == {"num_attacks": 6, "num_steps": 4, "step_factor": 1.0}
+    assert callback.state_dict() == {"num_attacks": 6, "num_steps": 4, "started_at": 0, "step_factor": 1.0}
+
+
+def test_a_break_does_not_shift_the_schedule_of_a_training_with_skipped_steps(launch, images, tmp_path):
+    def train(**options):
+        trace = Trace()
+        callback = AdversarialTraining(attack=PGD(eps=0.25, steps=2), eps_schedule=LinearRamp(1.0))
+        module = Overflowing(seeded_net())
+        launch(
+            module,
+            loader(*images(24)),
+            plugins=scaled(),
+            callbacks=[callback, trace, *options.pop("more", ())],
+            **options,
+        )
+        return trace.eps
+
+    whole = train(max_epochs=3)
+    saving = ModelCheckpoint(tmp_path, filename="half", every_n_epochs=2)
+    first = train(max_epochs=3, limit_train_batches=3, more=[saving, StopAfter(2)], enable_checkpointing=True)
+    rest = train(max_epochs=3, ckpt_path=tmp_path / "half.ckpt")
+    # two of every three steps are skipped
+    assert whole == pytest.approx([0.25 * step / 9 for step in (1, 1, 1, 2, 2, 2, 3, 3, 3)])
+    assert first + rest == whole
 
 
 @pytest.mark.parametrize("init_scale", [1.0, 2.0**16, 2.0**20])

@@ -87,7 +87,11 @@ def test_resumed_training_equals_an_uninterrupted_one(launch, tmp_path, images, 
         assert torch.equal(torch.stack(whole["seen"][6:]), torch.stack(half["seen"]))
         assert whole["eps"][3:] == half["eps"]
         assert whole["eps"] == pytest.approx([0.1 * step / 6 for step in range(1, 7)])
-        assert whole["counters"] == half["counters"] == {"num_attacks": 6, "num_steps": 6, "step_factor": 1.0}
+        assert (
+            whole["counters"]
+            == half["counters"]
+            == {"num_attacks": 6, "num_steps": 6, "started_at": 0, "step_factor": 1.0}
+        )
         assert whole["history"] == half["history"]
         assert [entry["epoch"] for entry in half["history"]] == [1, 2]
     assert identical(straight[0]["optimizer"]["state"][0], straight[-1]["optimizer"]["state"][0])
@@ -185,10 +189,10 @@ def test_one_trainer_may_train_on(tmp_path, images):
     trainer = make_trainer(callbacks=configured, default_root_dir=tmp_path, enable_checkpointing=True)
     module = Classifier()
     trainer.fit(module, loader(x, y), loader(x, y))
-    assert configured[0].state_dict() == {"num_attacks": 3, "num_steps": 3, "step_factor": 1.0}
+    assert configured[0].state_dict() == {"num_attacks": 3, "num_steps": 3, "started_at": 0, "step_factor": 1.0}
     trainer.fit_loop.max_epochs = 2
     trainer.fit(module, loader(x, y), loader(x, y))
-    assert configured[0].state_dict() == {"num_attacks": 6, "num_steps": 6, "step_factor": 1.0}
+    assert configured[0].state_dict() == {"num_attacks": 6, "num_steps": 6, "started_at": 0, "step_factor": 1.0}
     assert [entry["epoch"] for entry in configured[1].history] == [1, 2]
 
 
@@ -198,7 +202,7 @@ def test_a_rehearsal_does_not_count(tmp_path, images):
     trainer = make_trainer(callbacks=configured, default_root_dir=tmp_path, enable_checkpointing=True)
     module = Classifier()
     Tuner(trainer).lr_find(module, loader(x, y), loader(x, y), num_training=5, update_attr=False)
-    assert configured[0].state_dict() == {"num_attacks": 0, "num_steps": 0, "step_factor": 1.0}
+    assert configured[0].state_dict() == {"num_attacks": 0, "num_steps": 0, "started_at": None, "step_factor": 1.0}
     configured[-1].eps.clear()
     trainer.fit(module, loader(x, y), loader(x, y))
     assert configured[-1].eps == pytest.approx([0.1 * step / 8 for step in range(1, 9)])

@@ -7,7 +7,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from robustdist.attacks import PGD, LinearRamp
+from robustdist.attacks import PGD, LinearRamp, Piecewise
 from robustdist.callbacks import AdversarialTraining
 from robustdist.objectives import FGSMRS, NFGSM, PGDAT, FastBAT, GradAlign
 
@@ -42,22 +42,24 @@ def test_the_step_shrinks_and_the_radius_stays(launch, images, step_size_schedul
     assert training.scales() == (1.0, FACTOR)
 
 
+@pytest.mark.parametrize("by", ["guard", "schedule"])
 @pytest.mark.parametrize(
     "objective",
     [PGDAT(), FGSMRS(), NFGSM(noise=0.0), GradAlign(0.0), FastBAT(0.5), FastBAT(), FastBAT("paper")],
     ids=repr,
 )
-def test_every_step_rule_is_multiplied(launch, images, objective):
+def test_every_step_rule_is_multiplied(launch, images, objective, by):
     x, y = images(8)
     x = 0.25 + x / 2  # no pixel at the edge of the box
 
     def moved(factor):
         module = Classifier(seeded_net(), lr=0.0)
-        training = AdversarialTraining(objective, PGD(eps=EPS, steps=1))
+        schedule = Piecewise([(0.0, factor)]) if by == "schedule" else None
+        training = AdversarialTraining(objective, PGD(eps=EPS, steps=1), step_size_schedule=schedule)
 
         class Set(pl.Callback):
             def on_train_start(self, trainer, pl_module):
-                training.step_factor = factor
+                training.step_factor = factor if by == "guard" else 1.0
 
         launch(module, loader(x, y), callbacks=[Set(), training])
         return module.seen[0] - x
@@ -66,6 +68,21 @@ def test_every_step_rule_is_multiplied(launch, images, objective):
     # in proportion to the factor, from the point that the random start gives
     assert float((tiny - start).abs().max()) > 0
     assert float((tiny - start).abs().mean()) < 0.02 * float((whole - start).abs().mean())
+
+
+@pytest.mark.parametrize(("eps", "constant"), [(16 / 255, 2000 / 255), (8 / 255, 5000 / 255)])
+def test_the_steps_of_fast_bat_are_those_of_the_configured_radius(launch, images, eps, constant):
+    found = []
+
+    class Noting(FastBAT):
+        def _step(self, grad, eps):
+            found.append((eps, super()._step(grad, eps)))
+            return found[-1][1]
+
+    half, whole = Piecewise([(0.0, 0.5)]), Piecewise([(0.0, 1.0)])
+    training = AdversarialTraining(Noting("paper"), PGD(eps=eps), eps_schedule=half, step_size_schedule=whole)
+    launch(Classifier(), loader(*images(8)), callbacks=[training])
+    assert found == [(eps, constant)] * 2
 
 
 def test_the_factor_is_kept_in_checkpoints(launch, images, tmp_path):
@@ -90,4 +107,4 @@ def test_a_checkpoint_from_before_the_factor_loads():
     training = AdversarialTraining()
     training.step_factor = 0.5
     training.load_state_dict({"num_attacks": 7, "num_steps": 5})
-    assert training.state_dict() == {"num_attacks": 7, "num_steps": 5, "step_factor": 1.0}
+    assert training.state_dict() == {"num_attacks": 7, "num_steps": 5, "started_at": None, "step_factor": 1.0}

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import time
+
+import lightning.pytorch as pl
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import SumMetric
 
 from robustdist.attacks import PGD
 from robustdist.callbacks import AdversarialTraining
+from robustdist.core.redirect import StepInterceptor
 from robustdist.data import UnlabeledMix
 from robustdist.errors import UsageError
 from robustdist.objectives import AWP, DAT
 
-from .support import EPS, STEP_SIZE, Classifier, Memory, identical, loader, naive_pgd, seeded_net, shares
+from .support import EPS, STEP_SIZE, Classifier, Memory, Shares, identical, loader, naive_pgd, seeded_net, shares
 
 
 class Counting(Classifier):
@@ -193,3 +198,52 @@ def test_manual_optimisation_and_batches_that_cannot_be_cut_are_refused(launch, 
     data = DataLoader(TensorDataset(x, with_gaps(y)), batch_size=8, collate_fn=collate)
     with pytest.raises(UsageError, match=r"cannot be cut to some of its 8 samples: its entry '2' has shape \(3,\)"):
         launch(Classifier(), data, callbacks=[training(input_key=0, target_key=1)])
+
+
+class Told(pl.Callback):
+    """Writes down with what each process ended."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def setup(self, trainer, pl_module, stage):
+        self.rank, self.world_size = trainer.global_rank, trainer.world_size
+        StepInterceptor.of(trainer.strategy).add(self.step, order=-1)
+
+    def step(self, next_step, batch, /, *args):
+        try:
+            return next_step(batch, *args)
+        except UsageError as error:
+            (self.folder / f"told{self.rank}").write_text(str(error))
+            # the launcher ends the others as soon as one has failed
+            end = time.monotonic() + 10
+            while len(list(self.folder.glob("told*"))) < self.world_size and time.monotonic() < end:
+                time.sleep(0.01)
+            raise
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize("reason", ["one row", "cannot be cut"])
+def test_what_one_process_refuses_ends_all_with_its_sentence(launch, images, tmp_path, reason, wrapped):
+    x, y = images(16)
+    y[13] = -1  # the first label that is missing, alone, in the second step of the second process
+    net = nn.Sequential(nn.Flatten(), nn.Linear(x[0].numel(), 8), nn.BatchNorm1d(8), nn.Linear(8, 10))
+
+    def collate(rows):
+        batch = torch.utils.data.default_collate(rows)
+        return batch if reason == "one row" else [*batch, torch.zeros(3)]
+
+    data = DataLoader(TensorDataset(x, y), batch_size=4, sampler=Shares(16, 4), collate_fn=collate)
+    objective = DAT(0.5, 2.0)
+    callback = AdversarialTraining(AWP(objective) if wrapped else objective, PGD(eps=EPS, steps=1), 0, 1)
+    with pytest.raises(torch.multiprocessing.ProcessRaisedException):
+        launch(
+            Classifier(net),
+            data,
+            processes=2,
+            use_distributed_sampler=False,
+            callbacks=[callback, Told(tmp_path)],
+        )
+    words = "batch norm cannot train on the only" if reason == "one row" else "the batch cannot be cut"
+    told = [(tmp_path / f"told{rank}").read_text() for rank in (0, 1)]
+    assert all(text.startswith(words) and text.endswith("(process 1)") for text in told), told

@@ -132,14 +132,14 @@ ROWS = [
         needs_classes=True,
     ),
     Row("ConAdv", ConAdv, ("clean", "adv"), "aaatt", "ConAdv(stale=1, clean_weight=1.0)", DAT_LOGS),
-    Row("AWP", AWP, ("adv", "adv"), "aaatt", "AWP(base=PGDAT(), gamma=0.01)"),
-    Row("AWP-0", lambda: AWP(gamma=0.0), ("adv",), "aaat", "AWP(base=PGDAT(), gamma=0.0)", plain=True),
+    Row("AWP", AWP, ("adv", "adv"), "aaatt", "AWP(base=PGDAT(), gamma=0.01, warm_up=0.0)"),
+    Row("AWP-0", lambda: AWP(gamma=0.0), ("adv",), "aaat", "AWP(base=PGDAT(), gamma=0.0, warm_up=0.0)", plain=True),
     Row(
         "AWP-TRADES",
         lambda: AWP(TRADES(), 0.005),
         ("clean", "clean"),
         "raaatttt",
-        "AWP(base=TRADES(beta=6.0), gamma=0.005)",
+        "AWP(base=TRADES(beta=6.0), gamma=0.005, warm_up=0.0)",
         **TRADES_OPTIONS,
     ),
 ]

@@ -470,3 +470,22 @@ def test_awp_names_a_module_without_weights_to_move(batch):
     net[1].weight.requires_grad_(False)
     with pytest.raises(UsageError, match="the module has none: unfreeze some"):
         AWP()(net, x, y, attack=PGD(eps=0.1, steps=1))
+
+
+@pytest.mark.parametrize(("progress", "moves"), [(0.1, False), (0.25, False), (0.26, True), (1.0, True)])
+def test_awp_leaves_the_weights_where_they_are_during_its_warm_up(batch, progress, moves):
+    objective = AWP(TRADES(), gamma=0.05, warm_up=0.25)
+    assert objective.follows_progress
+    net = ConvNet().double()
+    before = net.conv.weight.detach().clone()
+    loss = objective(net, *batch, attack=attack(), rank=RANK, step=STEP, progress=progress)
+    assert torch.equal(net.conv.weight, before) != moves
+    objective.after_backward()
+    expected, _ = computed(AWP(TRADES(), gamma=0.05) if moves else TRADES(), net, batch)
+    assert torch.equal(loss.detach(), expected)
+
+
+@pytest.mark.parametrize("warm_up", [-0.1, 1.0, 10])
+def test_a_warm_up_that_is_no_share_is_refused(warm_up):
+    with pytest.raises(UsageError, match=r"10 of 200 epochs are 0\.05"):
+        AWP(warm_up=warm_up)
