@@ -117,6 +117,14 @@ class CommEngine(Reduction):
         self._check_open()
         self._jobs.put(self.check(codec))
 
+    def report(self, error: Exception) -> Exception:
+        """Tell the other ranks that this one failed outside of the engine, so that none waits for it.
+
+        Returns:
+            The error, or one that says which ranks do not answer; what all ranks know already is not told.
+        """
+        return self._wire.tell(error)
+
     def close(self, *, seconds: float = 30.0) -> None:
         """End the thread once all buckets are done, and destroy the group if the engine made it.
 

@@ -194,6 +194,14 @@ class CompressedDDPStrategy(DDPStrategy):
             check_groups(self._groups, module)
             self._router = BucketRouter([tuple(names) for names in self._groups], join=True)
 
+    def on_exception(self, exception: BaseException) -> None:
+        """Tell the other processes, which would wait for this one until the time-out, and learn who is missing."""
+        super().on_exception(exception)
+        if self.engine is not None and isinstance(exception, Exception):
+            told = self.engine.report(exception)
+            if told is not exception:
+                exception.args = (f"{exception}\n{told}",)
+
     def teardown(self) -> None:
         """End the communication, then DDP."""
         self._close()

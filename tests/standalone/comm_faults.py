@@ -1,4 +1,4 @@
-"""One rank of a training in which rank 1 dies or stops in the fourth step; the argument is "kill" or "stop"."""
+"""One rank of a training in which rank 1 fails in the fourth step; the argument is "kill", "stop" or "raise"."""
 
 import os
 import signal
@@ -16,14 +16,16 @@ from robustdist.strategies import CompressedDDPStrategy
 
 
 class Faulty(pl.LightningModule):
-    def __init__(self, signal_number: int):
+    def __init__(self, what: str):
         super().__init__()
         self.net = nn.Linear(64, 64)
-        self.signal_number = signal_number
+        self.what = what
 
     def training_step(self, batch, batch_idx):
         if batch_idx == 3 and self.global_rank == 1:
-            os.kill(os.getpid(), self.signal_number)
+            if self.what == "raise":
+                raise ArithmeticError("this batch is too much")
+            os.kill(os.getpid(), signal.SIGKILL if self.what == "kill" else signal.SIGSTOP)
         return F.mse_loss(self.net(batch[0]), batch[0])
 
     def configure_optimizers(self):
@@ -36,14 +38,14 @@ def main(what: str) -> None:
         accelerator="cpu",
         devices=1,
         num_nodes=2,
-        strategy=CompressedDDPStrategy(QSGD(), timeout=timedelta(seconds=5)),
+        strategy=CompressedDDPStrategy(QSGD(), timeout=timedelta(seconds=60 if what == "raise" else 5)),
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         max_epochs=1,
     )
     data = DataLoader(TensorDataset(torch.randn(64, 64)), batch_size=4)
-    trainer.fit(Faulty(signal.SIGKILL if what == "kill" else signal.SIGSTOP), data)
+    trainer.fit(Faulty(what), data)
 
 
 if __name__ == "__main__":
