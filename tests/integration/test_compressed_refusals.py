@@ -144,10 +144,10 @@ def test_parameters_that_are_unused_now_and_then(tmp_path, codec):
 
 def test_an_exception_in_a_codec_ends_all_processes_with_its_text(tmp_path):
     class Broken(Int8):
-        def encode(self, x, out, *, rank=0, step=0, name=""):
+        def encode_parts(self, *args, rank=0, step=0, **options):
             if rank == 1 and step == 2:
                 raise ValueError("the codec of this rank has had enough")
-            super().encode(x, out, rank=rank, step=step, name=name)
+            super().encode_parts(*args, rank=rank, step=step, **options)
 
     with pytest.raises(Exception, match=r"rank 1: (.|\n)*the codec of this rank has had enough"):
         run(tmp_path, Classifier(Odd()), loader(*toy_images(96)), strategy=compressed(Broken()), processes=2)
