@@ -188,6 +188,10 @@ class Compressor(ABC):
         """Return the form of this codec that error feedback may be used with: itself, unless that only adds noise."""
         return self
 
+    def fill(self, known: Tensor) -> Tensor | None:
+        """Return a value for entries that a block lacks, so that the scale is that of the known ones; None for 0."""
+        return None
+
     def make_memory(self, dtype: torch.dtype = torch.float32) -> Memory:
         """Return what a sender keeps between steps; ``dtype`` is the type it is stored in."""
         return ErrorFeedback(dtype=dtype)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from robustdist.comm.base import Compressor
 from robustdist.comm.ends import Ends
 from robustdist.comm.error_feedback import ErrorFeedback, Memory, is_finite
 from robustdist.comm.layout import Layout, Piece
@@ -24,11 +25,21 @@ class BucketEnds(Ends, ABC):
     Args:
         layout: Where they lie in the flat buffer.
         grads: Gradients by name; the means take their place.
+        codec: Says what stands in the gaps.
         scale: Factor of a gradient scaler that they carry.
     """
 
-    def __init__(self, layout: Layout, grads: Mapping[str, Tensor], scale: float) -> None:
-        self.layout, self.grads, self.scale = layout, grads, scale
+    def __init__(self, layout: Layout, grads: Mapping[str, Tensor], codec: Compressor, scale: float) -> None:
+        self.layout, self.grads, self.codec, self.scale = layout, grads, codec, scale
+
+    def fill(self, begin: int, value: Tensor) -> None:
+        """Let no gap change the scale of the block that it is in."""
+        block = self.layout.block
+        for piece in self.layout.pieces(begin, begin + len(value)):
+            end = piece.start + piece.length - begin
+            known = value[end - end % block : end]
+            if len(known) and (filler := self.codec.fill(known)) is not None:
+                value[end : end - end % block + block].copy_(filler)
 
     @abstractmethod
     def finish(self) -> list[str]:
@@ -67,6 +78,7 @@ class GradientEnds(BucketEnds):
         value[end:].zero_()
         if self._residuals is not None:
             self._residuals.add(begin, value)
+        self.fill(begin, value)
         return value
 
     def keep(self, begin: int, value: Tensor, sent: Tensor) -> None:
@@ -118,6 +130,7 @@ class MemoryEnds(BucketEnds):
             self.layout.load(self.grads, self._flat)
             for place in self.layout.places:
                 self.memory.prepare(place.name, place.of(self._flat), scale=self.scale)
+            self.fill(0, self._flat)
             self._loaded = True
         return self._flat[begin : begin + length]
 
@@ -143,16 +156,17 @@ class MemoryEnds(BucketEnds):
 
 
 def make_ends(
-    layout: Layout, grads: Mapping[str, Tensor], memory: Memory | None = None, *, scale: float = 1.0
+    layout: Layout, grads: Mapping[str, Tensor], codec: Compressor, memory: Memory | None, *, scale: float = 1.0
 ) -> BucketEnds:
     """Return the ends for the gradients of a bucket; see :class:`BucketEnds`.
 
     Args:
         layout: Where they lie in the flat buffer.
         grads: Gradients by name; the means take their place.
-        memory: What is remembered of them.
+        codec: Says what stands in the gaps.
+        memory: What is remembered of the gradients.
         scale: Factor of a gradient scaler that they carry.
     """
     if memory is None or isinstance(memory, ErrorFeedback):
-        return GradientEnds(memory, layout, grads, scale)
-    return MemoryEnds(memory, layout, grads, scale)
+        return GradientEnds(memory, layout, grads, codec, scale)
+    return MemoryEnds(memory, layout, grads, codec, scale)

@@ -244,20 +244,24 @@ class Chunked(Exchange):
         stride = self._second_stride()
         own = self.bytes(stride)
         own[second_size:].zero_()
-        owner, first = self.owner, self.begin + begin
-        if owner is None or self.error is not None:
-            self.encode_parts(self.second, length, mean.load, own[:second_size], None, f"from {self.rank}")
-        else:
+        owner, first = None if self.error is not None else self.owner, self.begin + begin
+        if owner is not None:
             owner.open(first, length)
 
-            def load(place: int, part: int) -> Tensor:
-                owner.prepare(first + place, mean.load(place, part))
-                return mean.load(place, part)
+        def load(place: int, part: int) -> Tensor:
+            value = mean.load(place, part)
+            if owner is not None:
+                owner.prepare(first + place, value)
+            self.ends.fill(first + place, value)
+            return value
 
-            def keep(place: int, value: Tensor, sent: Tensor) -> None:
+        def keep(place: int, value: Tensor, sent: Tensor) -> None:
+            if owner is not None:
                 owner.update(first + place, value, sent)
 
-            self.encode_parts(self.second, length, load, own[:second_size], keep, f"from {self.rank}")
+        self.encode_parts(
+            self.second, length, load, own[:second_size], None if owner is None else keep, f"from {self.rank}"
+        )
         self._all = self.bytes(stride * self.world_size)
         self._work = all_gather(self._all, own, self.group)
         self.bytes_sent += (self.world_size - 1) * stride

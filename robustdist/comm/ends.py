@@ -21,6 +21,9 @@ class Ends(Protocol):
     def load(self, begin: int, length: int) -> Tensor:
         """Return flat float32 elements, valid until the next call; called once for each part, in order."""
 
+    def fill(self, begin: int, value: Tensor) -> None:
+        """Set elements of a part that stand for nothing to what does not count in a block."""
+
     def keep(self, begin: int, value: Tensor, sent: Tensor) -> None:
         """See what was encoded and what all ranks decode of it; both may be used as work space."""
 
@@ -38,6 +41,9 @@ class Whole:
     def load(self, begin: int, length: int) -> Tensor:
         """Return a view."""
         return self.x[begin : begin + length]
+
+    def fill(self, begin: int, value: Tensor) -> None:
+        """Leave all as it is."""
 
     def keep(self, begin: int, value: Tensor, sent: Tensor) -> None:
         """Copy."""

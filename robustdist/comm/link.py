@@ -97,7 +97,7 @@ def measure_codec(
     payload = torch.empty(codec.payload_bytes(layout.total), dtype=torch.uint8, device=device)
 
     def send() -> Tensor:
-        ends = make_ends(layout, {"": grad}, memory)
+        ends = make_ends(layout, {"": grad}, codec, memory)
         codec.encode_parts(layout.total, ends.load, payload, ends.keep if ends.keeps else None)
         ends.store(0, noise)
         ends.finish()

@@ -207,6 +207,10 @@ class TernGrad(_Uniform):
             mean_square = torch.linalg.vector_norm(blocks, dim=1).square_() / block_sizes(blocks, numel)
             torch.minimum(scales, mean_square.sqrt_().mul_(self.clip), out=scales)
 
+    def fill(self, known: Tensor) -> Tensor | None:
+        """Return the root mean square if the clipping value depends on it."""
+        return known.square().mean().sqrt() if self.clips else None
+
     def code_bytes(self, numel: int) -> int:
         """Return a byte for five elements."""
         return trit_bytes(numel)

@@ -126,7 +126,7 @@ class Reduction:
                     self.memory.prepare(place.name, place.of(side), scale=self.scale)
         except Exception as error:  # told to all ranks below
             errors.append(error)
-        ends = make_ends(layout, used, self.memory, scale=self.scale)
+        ends = make_ends(layout, used, self.codec, self.memory, scale=self.scale)
         exchanges = self._exchanges(bucket, ends, job)
         self.stats.bytes_sent += run_pipelined(exchanges)
         self.stats.codec_seconds += sum(exchange.codec_seconds for exchange in exchanges)
@@ -167,9 +167,14 @@ class Reduction:
             whole = [name for name, shape in signature if not is_low_rank(self.codec, shape)]
             return Cut(Layout(signature, small=self.small, block=1, whole=whole), ())
         layout = Layout(signature, block=self.codec.block, small=self.small)
-        sizes = [min(self.segment, layout.total - begin) for begin in range(0, layout.total, self.segment)]
+        segment = self._segment()
+        sizes = [min(segment, layout.total - begin) for begin in range(0, layout.total, segment)]
         kinds = tuple(choose(self.codec, size, self.world_size, self.collective, self.sides) for size in sizes)
         return Cut(layout, kinds)
+
+    def _segment(self) -> int:
+        """Return the elements of a segment, a whole number of blocks."""
+        return -(-self.segment // self.codec.block) * self.codec.block
 
     def _give_back(self, cut: Cut) -> None:
         """Let no owner keep anything of a chunk that is no longer its own."""
@@ -178,25 +183,25 @@ class Reduction:
 
     def _own_chunks(self, cut: Cut) -> list[tuple[int, int]]:
         """Begin and end of the chunks that this rank averages."""
-        total, own = cut.layout.total, []
+        total, segment, own = cut.layout.total, self._segment(), list[tuple[int, int]]()
         for place, kind in enumerate(cut.kinds):
             if kind == "chunked":
-                first = place * self.segment
-                begin, end = chunks(min(self.segment, total - first), self.world_size, self.codec.block)[self.rank]
+                first = place * segment
+                begin, end = chunks(min(segment, total - first), self.world_size, self.codec.block)[self.rank]
                 own.append((first + begin, first + end))
         return own
 
     def _exchanges(self, bucket: Bucket, ends: BucketEnds, job: Job) -> list[Exchange]:
         """Cut the flat buffer into segments."""
-        layout, exchanges = bucket.cut.layout, list[Exchange]()
+        layout, segment, exchanges = bucket.cut.layout, self._segment(), list[Exchange]()
         wait = self._wire.wait if job.buffer.device.type == "cpu" else None
         common: dict[str, Any] = {"wait": wait, "device": job.buffer.device}
         if isinstance(self.codec, PowerSGD) and layout.places:
             what = (ends, 0, layout.total, self.codec, self._wire.group)
             return [LowRank(*what, places=layout.places, starts=self._starts, **common)]
         for place, kind in enumerate(bucket.cut.kinds):
-            begin = place * self.segment
-            numel = min(self.segment, layout.total - begin)
+            begin = place * segment
+            numel = min(segment, layout.total - begin)
             key = Key(job.step, f"{layout.places[0].name}/{begin}")
             stretch = (ends, begin, numel, self.codec, self._wire.group, key)
             if kind == "chunked":

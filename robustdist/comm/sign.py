@@ -42,6 +42,10 @@ class Sign(BlockCodec):
         r"""Return 1/B, reached by one entry among zeros; :math:`\|x\|_1^2 / (B \|x\|_2^2)`, 2/pi for Gaussian ones."""
         return 1 / max(min(self.block, numel), 1)
 
+    def fill(self, known: Tensor) -> Tensor:
+        """Return the mean magnitude."""
+        return known.abs().mean()
+
     def code_bytes(self, numel: int) -> int:
         """Return a byte for eight elements."""
         return packed_bytes(numel, 1)

@@ -28,6 +28,7 @@ from robustdist.comm import (
 )
 from robustdist.comm.bucket_ends import make_ends
 from robustdist.comm.collectives import Chunked, Gather, run_pipelined
+from robustdist.comm.engine import CommEngine
 from robustdist.comm.layout import Layout
 from robustdist.comm.owner import OwnerResiduals
 from robustdist.comm.scratch import TILE, pool
@@ -95,7 +96,7 @@ def test_gradients_are_read_fed_back_and_overwritten_by_name():
             if sent.isfinite().all():
                 residuals[name] = (v - sent) / scale
         data = torch.empty(codec.payload_bytes(layout.total), dtype=torch.uint8)
-        ends = make_ends(layout, grads, memory, scale=scale)
+        ends = make_ends(layout, grads, codec, memory, scale=scale)
         for begin, end in ((0, layout.total),):
             codec.encode_parts(end - begin, ends.load, data, ends.keep)
             codec.decode_parts(end - begin, [data], ends.store, alpha=0.5)
@@ -104,6 +105,33 @@ def test_gradients_are_read_fed_back_and_overwritten_by_name():
         for name in shapes:
             torch.testing.assert_close(grads[name], expected[name], equal_nan=True)
             torch.testing.assert_close(memory.get(name), residuals[name])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("collective", ["gather", "chunked"])
+def test_every_parameter_has_blocks_of_its_own_in_any_segments(collective):
+    """Each is what the codec makes of it alone: gaps and neighbours count in no scale, cuts are at blocks."""
+    shapes = {"a": (1025,), "b": (700,), "c": (3, 683), "d": (512,)}
+    codecs = [Sign(), Sign(block=384), TernGrad(clip=1.5, stochastic=False), Int8(block=96)]
+
+    def grads(rank: int) -> dict[str, Tensor]:
+        return {"a": torch.full((1025,), 3.0), **{name: noise(*shapes[name], seed=rank) for name in "bcd"}}
+
+    def run(rank: int) -> None:
+        for codec in codecs:
+            engine = CommEngine(codec, error_feedback=False, collective=collective, small=8, segment=1000)
+            buffer = torch.cat([grad.flatten() for grad in grads(rank).values()])
+            parts = torch.split(buffer, [math.prod(shape) for shape in shapes.values()])
+            own = dict(zip(shapes, parts, strict=True))
+            engine.submit(own, buffer, step=0).wait()
+            engine.close()
+            for name in shapes:
+                sent = [codec.decompress(codec.compress(grads(other)[name].flatten())) for other in range(3)]
+                mean = sum(sent) / 3
+                expected = codec.decompress(codec.compress(mean)) if collective == "chunked" else mean
+                torch.testing.assert_close(own[name], expected, msg=lambda text, c=codec, n=name: f"{c} {n}: {text}")
+
+    run_ranks(run, 3)
 
 
 @pytest.mark.slow
@@ -125,7 +153,7 @@ def test_nothing_larger_than_a_tile_is_allocated_once_warm(codec, kind):
             return results
 
         def reduce(grads: dict[str, Tensor]) -> None:
-            ends = make_ends(layout, grads, memory)
+            ends = make_ends(layout, grads, codec, memory)
             exchanges = []
             for begin in range(0, layout.total, segment):
                 what = (ends, begin, min(segment, layout.total - begin), codec, dist.group.WORLD)
