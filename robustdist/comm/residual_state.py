@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from robustdist.comm.engine import CommEngine
+from robustdist.comm.low_rank import PowerSGD
 from robustdist.core.ranks import gathered
 from robustdist.errors import UsageError
 
@@ -33,17 +34,21 @@ def save_residuals(engine: CommEngine, mode: Residuals, sizes: Mapping[str, int]
         mode: Which of the three.
         sizes: Number of elements of every parameter that may have a vector, by name, equal on all ranks.
     """
+    common: dict[str, Any] = {"mode": mode, "world_size": engine.world_size}
     if engine.memory is None or mode == "reset":
-        return {"mode": mode, "world_size": engine.world_size}
+        return common
+    if isinstance(engine.codec, PowerSGD):
+        # its factors, with which the next step begins; they are equal on all ranks
+        common["codec"] = engine.codec.state_dict()
     if mode == "per_rank":
         own = {
             "memory": engine.memory.state_dict(),
             "owned": {} if engine.owned is None else engine.owned.state_dict()["residual"],
         }
-        return {"mode": mode, "world_size": engine.world_size, "ranks": gathered(own)}
+        return {**common, "ranks": gathered(own)}
     state = engine.memory.state_dict()
     owned = {} if engine.owned is None else engine.owned.state_dict()["residual"]
-    return {"mode": mode, "world_size": engine.world_size, "memory": _reduced(state, owned, sizes, engine.world_size)}
+    return {**common, "memory": _reduced(state, owned, sizes, engine.world_size)}
 
 
 def load_residuals(engine: CommEngine, state: Mapping[str, Any], rank: int) -> None:
@@ -54,6 +59,8 @@ def load_residuals(engine: CommEngine, state: Mapping[str, Any], rank: int) -> N
     """
     if engine.memory is None or state["mode"] == "reset":
         return
+    if isinstance(engine.codec, PowerSGD) and "codec" in state:
+        engine.codec.load_state_dict(state["codec"])
     if state["mode"] == "reduced":
         engine.memory.load_state_dict(state["memory"])
         return

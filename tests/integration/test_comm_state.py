@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch.plugins.precision import MixedPrecision
 
-from robustdist.comm import EF21, QSGD, Int8, Sign, TopK
+from robustdist.comm import EF21, QSGD, Int8, PowerSGD, Sign, TopK
 from robustdist.comm.controller import BitSchedule
 from robustdist.comm.mqgrad import MQGrad
 from robustdist.core.testing import toy_images
@@ -56,6 +56,7 @@ EXACT = {
     "draws, no residual": lambda: compressed(QSGD(bits=3), error_feedback=False, residuals="per_rank"),
     "sparse": lambda: compressed(TopK(0.1), residuals="per_rank"),
     "a memory of its own": lambda: compressed(EF21(TopK(0.1)), residuals="per_rank"),
+    "low rank": lambda: compressed(PowerSGD(2), residuals="per_rank"),
     "bits": lambda: compressed(QSGD(), bits=BitSchedule({0: 2, 8: 5}), residuals="per_rank"),
 }
 

@@ -10,14 +10,28 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy
 from torch import nn
 
-from robustdist.comm import BF16, DGC, EF21, FP16, QSGD, Identity, Int8, Natural, RandomK, Sign, TernGrad, TopK
+from robustdist.comm import (
+    BF16,
+    DGC,
+    EF21,
+    FP16,
+    QSGD,
+    Identity,
+    Int8,
+    Natural,
+    PowerSGD,
+    RandomK,
+    Sign,
+    TernGrad,
+    TopK,
+)
 from robustdist.core.testing import toy_images
 from robustdist.strategies import CompressedDDPStrategy
 from tests.integration.support import Classifier, identical, largest_difference, loader, run
 
 CODECS = [
     BF16(), FP16(), Int8(), QSGD(bits=4), QSGD(bits=2), TernGrad(), Sign(), Natural(), TopK(0.05), RandomK(0.05),
-    DGC(0.05), EF21(TopK(0.05)),
+    DGC(0.05), EF21(TopK(0.05)), PowerSGD(2),
 ]  # fmt: skip
 
 
