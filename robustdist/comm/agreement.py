@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import torch
 from torch import Tensor
@@ -16,17 +16,21 @@ __all__ = ["has_entries", "used_anywhere"]
 _HEAD = 1024
 
 
-def used_anywhere(grads: Mapping[str, Tensor], either: Callable[[Tensor], None]) -> tuple[bytes, dict[str, Tensor]]:
-    """Agree on the gradients that are not zero on every rank, by one bit each.
+def used_anywhere(
+    grads: Mapping[str, Tensor], either: Callable[[Tensor], None], known: Collection[str] | None = None
+) -> tuple[bytes, dict[str, Tensor]]:
+    """Agree on the gradients that are there on any rank, by one bit each.
 
     Args:
         grads: By name, the same names in the same order on all ranks.
         either: Replaces a tensor of uint8 by its bitwise OR over the ranks.
+        known: Names of those that are there on this rank; None for those that have an entry other than zero.
 
     Returns:
         The bits, equal on all ranks, and the gradients that are used; one with a NaN is.
     """
-    flags = torch.tensor([has_entries(grad) for grad in grads.values()], dtype=torch.uint8)
+    own = [has_entries(grad) if known is None else name in known for name, grad in grads.items()]
+    flags = torch.tensor(own, dtype=torch.uint8)
     bits = torch.empty(packed_bytes(len(flags), 1), dtype=torch.uint8)
     pack(flags, 1, bits)
     either(bits)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from queue import SimpleQueue
 from time import perf_counter
 from typing import Literal
@@ -89,7 +89,13 @@ class CommEngine(Reduction):
     # --- for the thread of the caller
 
     def submit(
-        self, grads: Mapping[str, Tensor], buffer: Tensor, *, step: int, note: Sequence[float] = ()
+        self,
+        grads: Mapping[str, Tensor],
+        buffer: Tensor,
+        *,
+        step: int,
+        note: Sequence[float] = (),
+        used: Collection[str] | None = None,
     ) -> torch.futures.Future[Tensor]:
         """Enqueue a bucket.
 
@@ -99,10 +105,13 @@ class CommEngine(Reduction):
             step: Number of the synchronised step.
             note: A few numbers, as many on all ranks, whose means travel with the bucket in float32; once the future
                 is done they are in ``self.note``, the same bits on all ranks.
+            used: For a ``dynamic`` engine: parameters that have a gradient on this rank; others of the bucket may hold
+                one of an earlier step. By default those whose gradient has an entry other than zero.
         """
         self._check_open()
         future: torch.futures.Future[Tensor] = torch.futures.Future()
-        self._jobs.put(Job(dict(grads), buffer, future, step, tuple(map(float, note)), perf_counter()))
+        known = None if used is None else frozenset(used)
+        self._jobs.put(Job(dict(grads), buffer, future, step, tuple(map(float, note)), perf_counter(), known))
         return future
 
     def change(self, codec: Compressor) -> None:

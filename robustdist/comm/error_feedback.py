@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import ClassVar
 
 import torch
@@ -65,18 +65,19 @@ class Memory(ABC):
 
     # --- transactions
 
-    def commit(self) -> None:
-        """Make the changes since the last call final."""
-        for name, vectors in self._changed.items():
-            if name in self._kept:
-                self._spare[name] = self._kept[name]
-            self._kept[name] = vectors
-        self._changed = {}
-
-    def rollback(self) -> None:
-        """Undo the changes since the last :meth:`commit`."""
+    def commit(self, names: Collection[str] | None = None) -> None:
+        """Make the changes since the last call final, of all parameters or of some."""
         for name in list(self._changed):
-            self.undo(name)
+            if names is None or self._parameter(name) in names:
+                if name in self._kept:
+                    self._spare[name] = self._kept[name]
+                self._kept[name] = self._changed.pop(name)
+
+    def rollback(self, names: Collection[str] | None = None) -> None:
+        """Undo the changes since the last :meth:`commit`, of all parameters or of some."""
+        for name in list(self._changed):
+            if names is None or self._parameter(name) in names:
+                self.undo(name)
 
     def undo(self, name: str) -> None:
         """Undo the changes of one parameter since the last :meth:`commit`."""
@@ -129,6 +130,10 @@ class Memory(ABC):
         return math.sqrt(sum(float(torch.linalg.vector_norm(vector.float())) ** 2 for vector in vectors))
 
     # --- for subclasses
+
+    def _parameter(self, name: str) -> str:
+        """Return the parameter that the vectors of ``name`` belong to."""
+        return name
 
     def _put(self, name: str, slot: str, value: Tensor) -> None:
         """Write a provisional vector; the other ones of the name keep their values."""

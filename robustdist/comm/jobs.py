@@ -15,7 +15,10 @@ __all__ = ["Job", "Stats"]
 
 @dataclass
 class Job:
-    """A bucket on its way: gradients by name (views of ``buffer``), and the future that gets ``buffer``."""
+    """A bucket on its way: gradients by name (views of ``buffer``), and the future that gets ``buffer``.
+
+    ``used`` are the names that a ``dynamic`` engine takes to have a gradient here; None to look at the values.
+    """
 
     grads: Mapping[str, Tensor]
     buffer: Tensor
@@ -23,6 +26,7 @@ class Job:
     step: int
     note: tuple[float, ...]
     submitted: float
+    used: frozenset[str] | None = None
 
 
 @dataclass

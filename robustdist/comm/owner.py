@@ -46,6 +46,9 @@ class OwnerResiduals(ErrorFeedback):
             name, _, offset = key.rpartition("@")
             self._pieces[key] = Piece(name, int(offset), 0, len(vector))
 
+    def _parameter(self, name: str) -> str:
+        return self._pieces[name].name
+
     def undo_parameter(self, name: str) -> None:
         """Undo the changes of all pieces of a parameter since the last commit."""
         for key, piece in self._pieces.items():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Literal
 
 import torch
@@ -68,17 +68,30 @@ class Reduction:
         self._wire.open(self._settings())
         self._buckets = Buckets(self._cut, self._give_back)
 
-    def commit(self) -> None:
-        """Make the residuals of the step final: it was executed."""
+    def commit(self, names: Collection[str] | None = None) -> None:
+        """Make the residuals of the step final: it was executed.
+
+        Args:
+            names: Parameters that were stepped, if not all.
+        """
         for memory in self._memories():
-            memory.commit()
+            memory.commit(names)
         self._starts.commit()
 
-    def rollback(self) -> None:
-        """Put the residuals back: the step was skipped."""
+    def rollback(self, names: Collection[str] | None = None) -> None:
+        """Put the residuals back: the step was skipped.
+
+        Args:
+            names: Parameters that were not stepped, if not all.
+        """
         for memory in self._memories():
-            memory.rollback()
+            memory.rollback(names)
         self._starts.rollback()
+
+    def reset(self) -> None:
+        """Forget all residuals."""
+        for memory in self._memories():
+            memory.reset()
 
     def check(self, codec: Compressor) -> Compressor:
         """Return a codec in the form in which :meth:`use` takes it.
@@ -107,7 +120,7 @@ class Reduction:
             return
         used, bits = job.grads, b""
         if self.dynamic:
-            bits, used = used_anywhere(job.grads, self._wire.either)
+            bits, used = used_anywhere(job.grads, self._wire.either, job.used)
         if isinstance(self.codec, Identity):
             self._mean(job.buffer, used if len(used) < len(job.grads) else None)
             if job.note:

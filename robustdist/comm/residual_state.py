@@ -16,11 +16,15 @@ from robustdist.errors import UsageError
 
 __all__ = ["RESIDUALS", "Residuals", "load_residuals", "save_residuals"]
 
+_CPU = torch.device("cpu")
+
 Residuals: TypeAlias = Literal["reduced", "per_rank", "reset"]
 RESIDUALS: tuple[Residuals, ...] = ("reduced", "per_rank", "reset")
 
 
-def save_residuals(engine: CommEngine, mode: Residuals, sizes: Mapping[str, int]) -> dict[str, Any]:
+def save_residuals(
+    engine: CommEngine, mode: Residuals, sizes: Mapping[str, int], *, device: torch.device = _CPU
+) -> dict[str, Any]:
     r"""Return the committed vectors of all ranks: tensors and plain types only, equal on all ranks.
 
     "reduced" is :math:`r = \frac1n \sum_i e_i + e_{owner}`, one vector of the size of the model. Every rank that starts
@@ -33,6 +37,7 @@ def save_residuals(engine: CommEngine, mode: Residuals, sizes: Mapping[str, int]
         engine: The engine, with no bucket on its way.
         mode: Which of the three.
         sizes: Number of elements of every parameter that may have a vector, by name, equal on all ranks.
+        device: One on which the default group can communicate.
     """
     common: dict[str, Any] = {"mode": mode, "world_size": engine.world_size}
     if engine.memory is None or mode == "reset":
@@ -48,7 +53,7 @@ def save_residuals(engine: CommEngine, mode: Residuals, sizes: Mapping[str, int]
         return {**common, "ranks": gathered(own)}
     state = engine.memory.state_dict()
     owned = {} if engine.owned is None else engine.owned.state_dict()["residual"]
-    return {**common, "memory": _reduced(state, owned, sizes, engine.world_size)}
+    return {**common, "memory": _reduced(state, owned, sizes, engine.world_size, device)}
 
 
 def load_residuals(engine: CommEngine, state: Mapping[str, Any], rank: int) -> None:
@@ -76,13 +81,17 @@ def load_residuals(engine: CommEngine, state: Mapping[str, Any], rank: int) -> N
 
 
 def _reduced(
-    state: Mapping[str, Mapping[str, Tensor]], owned: Mapping[str, Tensor], sizes: Mapping[str, int], world_size: int
+    state: Mapping[str, Mapping[str, Tensor]],
+    owned: Mapping[str, Tensor],
+    sizes: Mapping[str, int],
+    world_size: int,
+    device: torch.device,
 ) -> dict[str, dict[str, Tensor]]:
     """Average the vectors of all ranks, and add what owners keep for all."""
     names = sorted(sizes)
     slots = sorted(state)
     # a rank may lack a vector that the others have: its first gradient was not finite
-    present = torch.tensor([[float(name in state[slot]) for name in names] for slot in slots])
+    present = torch.tensor([[float(name in state[slot]) for name in names] for slot in slots], device=device)
     dist.all_reduce(present, op=dist.ReduceOp.MAX)
     reduced: dict[str, dict[str, Tensor]] = {}
     for slot, row in zip(slots, present.tolist(), strict=True):
@@ -91,13 +100,13 @@ def _reduced(
             if anywhere:
                 own = state[slot].get(name)
                 # in float32 whatever the memory stores: rounding once more would lose gradient
-                mean = torch.zeros(sizes[name]) if own is None else own.float().cpu()
+                mean = torch.zeros(sizes[name], device=device) if own is None else own.to(device, torch.float32)
                 mean.mul_(1 / world_size)
                 if slot == slots[0]:
                     for key, error in owned.items():
                         owner_of, _, offset = key.rpartition("@")
                         if owner_of == name:
-                            mean[int(offset) : int(offset) + len(error)].add_(error.float().cpu())
+                            mean[int(offset) : int(offset) + len(error)].add_(error.to(device, torch.float32))
                 dist.all_reduce(mean)
-                vectors[name] = mean
+                vectors[name] = mean.cpu()
     return reduced

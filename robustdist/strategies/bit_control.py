@@ -47,6 +47,11 @@ class BitControl:
         """Return the codec with the present bits."""
         return QSGD(**{**self._settings, "bits": self.controller.bits})
 
+    def begin_step(self) -> None:
+        """Start the clock with the first batch of a step."""
+        if self._begin is None:
+            self._begin = perf_counter()
+
     def add_loss(self, loss: Tensor) -> None:
         """See the loss of a batch, divided by the number of batches of the step."""
         loss = loss.detach()
@@ -58,11 +63,12 @@ class BitControl:
 
     def end_step(self, engine: CommEngine, wait_seconds: float, *, executed: bool) -> None:
         """Let the controller see the step, and change the codec for the next one."""
+        if self._loss is None or not engine.note:
+            return  # no gradients were averaged since the last step
         loss, compute, comm = engine.note
-        now = perf_counter()
         if self._begin is not None:
-            self._seconds = (max(now - self._begin - wait_seconds, 0.0), wait_seconds)
-        self._begin, self._loss = now, None
+            self._seconds = (max(perf_counter() - self._begin - wait_seconds, 0.0), wait_seconds)
+        self._begin = self._loss = None
         if executed:
             before = self.controller.bits
             if self.controller.observe(loss, compute_seconds=compute, comm_seconds=comm) != before:

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from robustdist._lightning import DDPStrategy, LightningModule, Trainer, rank_zero_info, rank_zero_warn
 from robustdist.comm import QSGD, Compressor, Identity, make_compressor
@@ -21,27 +20,28 @@ from robustdist.comm.cost import Collective, choose
 from robustdist.comm.engine import CommEngine
 from robustdist.comm.grouping import Group
 from robustdist.comm.link import measure_link, pick_compressor
-from robustdist.comm.residual_state import RESIDUALS, Residuals, load_residuals, save_residuals
+from robustdist.comm.residual_state import RESIDUALS, Residuals, load_residuals
 from robustdist.errors import RobustDistWarning, UsageError
 from robustdist.strategies.bit_control import BitControl
 from robustdist.strategies.bucket_router import BucketRouter
+from robustdist.strategies.comm_checkpoint import KEY, communication_state
 from robustdist.strategies.comm_hook import GradBucket, make_hook
 from robustdist.strategies.group_planner import GroupPlanner
 from robustdist.strategies.momentum_sync import MomentumSync
 from robustdist.strategies.refusals import (
     check_groups,
     check_module,
+    check_optimizers,
     check_options,
     check_skipped,
     check_trainer,
     check_wrapped,
 )
+from robustdist.strategies.step_watch import StepWatch
+from robustdist.strategies.used_parameters import UsedParameters
 from robustdist.types import check_count
 
 __all__ = ["CompressedDDPStrategy"]
-
-#: Where a checkpoint keeps what belongs to the communication.
-KEY = "robustdist.communication"
 
 
 class CompressedDDPStrategy(DDPStrategy):
@@ -135,11 +135,13 @@ class CompressedDDPStrategy(DDPStrategy):
         self._groups = groups
         self._router = BucketRouter()
         self._planner: GroupPlanner | None = None
+        self._used: UsedParameters | None = None
         self._momenta: MomentumSync | None = None
-        self._executed = False
+        self._watch = StepWatch(self._keep)
         self._skipped = 0
-        self._counters: list[RemovableHandle] = []
         self._loaded: Mapping[str, Any] | None = None
+        self._final_state: Mapping[str, Any] | None = None
+        self._trained: LightningModule | None = None
         self._last_hook: float | None = None
         self._step_wait = self._wait_seconds = 0.0
         self._final_stats: dict[str, float] = {
@@ -158,9 +160,13 @@ class CompressedDDPStrategy(DDPStrategy):
         check_trainer(trainer, self._options)
         super().setup(trainer)
         if self.engine is not None:
+            check_optimizers(self.optimizers, self.engine.world_size)
             self._momenta = MomentumSync.find(self.optimizers, trainer, self._scaler(), **self._transport)
+            if self._momenta is not None and self._bits is not None:
+                raise UsageError("bits and OneBitAdam exclude each other, since it has one: leave out bits")
             self._restore(self.engine)
-            self._counters = [optimizer.register_step_post_hook(self._note_execution) for optimizer in self.optimizers]
+            for optimizer in self.optimizers:
+                self._watch.add(optimizer)
 
     def configure_ddp(self) -> None:
         """Wrap the module, on any kind of device, and start the communication."""
@@ -173,6 +179,9 @@ class CompressedDDPStrategy(DDPStrategy):
         check_wrapped(model)
         self._names = {id(parameter): name for name, parameter in module.named_parameters()}
         self._close()
+        if self._loaded is None and self._trained is module:
+            self._loaded = self._final_state
+        self._final_state = self._trained = None
         if self._loaded is not None and self._bits is not None and self._loaded["bits"] is not None:
             self._bits.load_state_dict(self._loaded["bits"])
         self.engine = CommEngine(self._codec(module), **self._engine_options, **self._transport)
@@ -180,6 +189,8 @@ class CompressedDDPStrategy(DDPStrategy):
             rank_zero_info(f"{type(self).__name__}: a single process sends nothing, so nothing is compressed")
         self._step_wait = self._wait_seconds = 0.0
         self._start_groups(self.engine, module)
+        if self._engine_options["dynamic"]:
+            self._used = UsedParameters(module)
         model.register_comm_hook(None, make_hook(self._reduce))
 
     def _start_groups(self, engine: CommEngine, module: LightningModule) -> None:
@@ -189,7 +200,7 @@ class CompressedDDPStrategy(DDPStrategy):
         if isinstance(engine.codec, Identity):
             rank_zero_info("groups: float32 travels in DDP's own buckets, so nothing is grouped")
         elif self._groups == "auto":
-            self._planner = GroupPlanner(module, measure_link(device=self.root_device))
+            self._planner = GroupPlanner(module, measure_link(device=self.root_device), self.root_device)
         else:
             check_groups(self._groups, module)
             self._router = BucketRouter([tuple(names) for names in self._groups], join=True)
@@ -205,20 +216,20 @@ class CompressedDDPStrategy(DDPStrategy):
     def teardown(self) -> None:
         """End the communication, then DDP."""
         self._close()
+        self._loaded = None
         super().teardown()
 
     def _close(self) -> None:
-        for counter in self._counters:
-            counter.remove()
-        self._counters = []
+        self._watch.close()
         if self.engine is not None:
             self._final_stats = self._stats(self.engine)
             if self._momenta is not None:
                 self._momenta.close()
                 self._momenta = None
-            if self._planner is not None:
-                self._planner.close()
-                self._planner = None
+            for watcher in (self._planner, self._used):
+                if watcher is not None:
+                    watcher.close()
+            self._planner = self._used = None
             self.engine.close()
             self.engine = None
 
@@ -230,10 +241,11 @@ class CompressedDDPStrategy(DDPStrategy):
         names = [self._names[id(parameter)] for parameter in bucket.parameters()]
         grads = dict(zip(names, bucket.gradients(), strict=True))
         engine.scale = self._loss_scale()
+        used = None if self._used is None else self._used.since_last_sync
 
         def submit(part: dict[str, Tensor], buffer: Tensor) -> torch.futures.Future[Tensor]:
             note = () if self._bits is None else self._bits.note()
-            return engine.submit(part, buffer, step=self._step, note=note)
+            return engine.submit(part, buffer, step=self._step, note=note, used=used)
 
         if self._momenta is not None and not self._momenta.wants_gradients:
             # every rank keeps its own gradient
@@ -244,7 +256,15 @@ class CompressedDDPStrategy(DDPStrategy):
         future = self._router.route(grads, bucket.buffer(), submit, is_first=is_first, is_last=is_last)
         self._last_hook = perf_counter()
         self._step += is_last
+        if is_last and self._used is not None:
+            self._used.clear()
         return future
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Start the clock of the bit controller: time between two steps, such as a validation, is not computation."""
+        if self._bits is not None:
+            self._bits.begin_step()
+        return super().training_step(*args, **kwargs)
 
     def pre_backward(self, closure_loss: Tensor) -> None:
         """Let the bit controller see the loss, and start the clock of the planner."""
@@ -269,21 +289,35 @@ class CompressedDDPStrategy(DDPStrategy):
         model: LightningModule | torch.nn.Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Step, then make the residuals of the step final, or put them back if a gradient scaler skipped it."""
-        self._executed = False
+        """Step, and put the residuals back if a gradient scaler skipped it; if not, the optimiser's hook kept them."""
+        optimizer = getattr(optimizer, "optimizer", optimizer)  # of Lightning's wrapper
+        if self.engine is None:
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
+        self._watch.add(optimizer)
+        self._watch.executed = False
         output = super().optimizer_step(optimizer, closure, model, **kwargs)
-        if self.engine is not None:
+        if not self._watch.executed:
+            self.engine.rollback(self._stepped_by(optimizer))
+            self._skipped += 1
+            check_skipped(self._skipped, self._module(), self._loss_scale())
             self._end_step(self.engine)
         return output
 
-    def _end_step(self, engine: CommEngine) -> None:
-        if self._executed:
-            engine.commit()
+    def _keep(self, optimizer: Optimizer) -> None:
+        """Make the residuals final of what an optimiser has stepped."""
+        if self.engine is not None:
             self._skipped = 0
-        else:
-            engine.rollback()
-            self._skipped += 1
-            check_skipped(self._skipped, self._module(), self._loss_scale())
+            self.engine.commit(self._stepped_by(optimizer))
+            self._end_step(self.engine)
+
+    def _stepped_by(self, optimizer: Any) -> set[str] | None:
+        """Return the parameters that an optimiser steps, or None for all."""
+        if len(self.optimizers) == 1:
+            return None
+        parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+        return {self._names[id(parameter)] for parameter in parameters if id(parameter) in self._names}
+
+    def _end_step(self, engine: CommEngine) -> None:
         if engine.nonfinite is not None and self._scaler() is None:
             rank_zero_warn(
                 f"the gradient of {engine.nonfinite} is not finite on some process; it reaches the optimiser as it is, "
@@ -292,8 +326,8 @@ class CompressedDDPStrategy(DDPStrategy):
             )
         engine.nonfinite = None
         if self._bits is not None:
-            self._bits.end_step(engine, self._step_wait, executed=self._executed)
-        if self._planner is not None:
+            self._bits.end_step(engine, self._step_wait, executed=self._watch.executed)
+        if self._planner is not None and self._watch.executed:
             self._plan(engine, self._planner)
 
     def _plan(self, engine: CommEngine, planner: GroupPlanner) -> None:
@@ -304,11 +338,6 @@ class CompressedDDPStrategy(DDPStrategy):
             waits = sum(group.exposed for group in groups)
             sizes = ", ".join(f"{group.num_bytes / 2**20:.1f}" for group in groups)
             rank_zero_info(f"groups='auto': {len(groups)} of {sizes} MiB; {1000 * waits:.0f} ms of waiting predicted")
-
-    def _note_execution(self, optimizer: Any, *_: Any) -> None:
-        # fused optimisers are called in any case and skip the update themselves
-        found_inf = getattr(optimizer, "found_inf", None)
-        self._executed = found_inf is None or not bool(found_inf)
 
     def _scaler(self) -> Any:
         return getattr(self.precision_plugin, "scaler", None)
@@ -322,9 +351,11 @@ class CompressedDDPStrategy(DDPStrategy):
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any | None = None
     ) -> None:
-        """Save, with the state of the communication beside that of the Trainer."""
-        if self.engine is not None:
-            checkpoint[KEY] = self._state(self.engine)
+        """Save, with the state of the communication beside that of the optimisers."""
+        if "optimizer_states" in checkpoint:
+            state = self._final_state if self.engine is None else self._state(self.engine)
+            if state is not None:
+                checkpoint[KEY] = state
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
@@ -332,31 +363,31 @@ class CompressedDDPStrategy(DDPStrategy):
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only=weights_only)
         if self._module().trainer.state.fn == "fit":
             self._loaded = checkpoint.get(KEY)
+            if self.engine is not None:
+                # a learning rate finder goes back to where it started, in the middle of a fit
+                self.engine.reset()
+                self._step = 0
+                self._restore(self.engine)
         return checkpoint
 
+    def on_train_end(self) -> None:
+        """Keep the state for a checkpoint that is saved, or a fit that goes on, after this one."""
+        super().on_train_end()
+        if self.engine is not None:
+            self._final_state, self._trained = self._state(self.engine), self._module()
+
     def _state(self, engine: CommEngine) -> dict[str, Any]:
-        mode = self.residuals
-        if mode != "reset" and self._module().trainer.interrupted:
-            # not all ranks have to be here, and a collective would wait for them
-            rank_zero_warn(
-                "a checkpoint saved after an exception holds no residuals: error feedback starts anew from it",
-                category=RobustDistWarning,
-            )
-            mode = "reset"
-        sizes = {name: parameter.numel() for name, parameter in self._module().named_parameters()}
-        return {
-            "step": self._step,
-            "buckets": [list(names) for names in self._router.sent],
-            "grouped": self._router.join,
-            "momenta": None if self._momenta is None else self._momenta.state_dict(mode),
-            "bits": None if self._bits is None else self._bits.state_dict(),
-            **save_residuals(engine, mode, sizes),
-        }
+        return communication_state(
+            engine, self.residuals, self._module(), device=self.root_device, step=self._step, router=self._router,
+            bits=self._bits, momenta=self._momenta,
+        )  # fmt: skip
 
     def _restore(self, engine: CommEngine) -> None:
         state, self._loaded = self._loaded, None
         if state is None:
             return
+        if self._bits is not None and state["bits"] is not None:
+            self._bits.load_state_dict(state["bits"])
         self._step = state["step"]
         if not isinstance(engine.codec, Identity):
             # DDP begins with a single bucket and cuts it after the first step. A resumed run has to begin with the cut

@@ -28,10 +28,11 @@ class GroupPlanner:
     Args:
         module: The module; its parameters that take gradients are watched, through hooks that :meth:`close` removes.
         link: The link between the ranks.
+        device: One on which the default group can communicate.
     """
 
-    def __init__(self, module: nn.Module, link: Link) -> None:
-        self._link = link
+    def __init__(self, module: nn.Module, link: Link, device: torch.device) -> None:
+        self._link, self._device = link, device
         self._numels = {name: p.numel() for name, p in module.named_parameters() if p.requires_grad}
         self._begin: float | None = None
         self._ready: dict[str, float] = {}
@@ -63,7 +64,7 @@ class GroupPlanner:
         stats = engine.stats
         handled = 4 * sum(self._numels.values()) * stats.steps
         own = [*(seconds / _WATCHED for seconds in self._sums.values()), stats.codec_seconds / handled]
-        means = torch.tensor(own, dtype=torch.float64)
+        means = torch.tensor(own, dtype=torch.float64, device=self._device)
         dist.all_reduce(means)
         *ready, codec = (means / dist.get_world_size()).tolist()
         num_bytes = {name: 4 * numel for name, numel in self._numels.items()}

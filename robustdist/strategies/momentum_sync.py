@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
 
 from robustdist._lightning import Trainer
@@ -66,12 +67,12 @@ class MomentumSync:
         total["ratio"] = total["bytes_dense"] / total["bytes_sent"] if total["bytes_sent"] else 1.0
         return total
 
-    def state_dict(self, mode: Residuals) -> dict[str, Any]:
+    def state_dict(self, mode: Residuals, device: torch.device) -> dict[str, Any]:
         """Return the residuals; a collective unless ``mode`` is "reset"."""
         memory = self.reducer.engine.memory
         vectors = {} if memory is None else memory.state_dict()["residual"]
         sizes = {name: len(vector) for name, vector in vectors.items()}
-        return {"calls": self.reducer.calls, **save_residuals(self.reducer.engine, mode, sizes)}
+        return {"calls": self.reducer.calls, **save_residuals(self.reducer.engine, mode, sizes, device=device)}
 
     def load_state_dict(self, state: Mapping[str, Any], rank: int) -> None:
         """Take over what :meth:`state_dict` returned."""

@@ -8,11 +8,20 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import LBFGS, Optimizer
 
 from robustdist._lightning import Callback, GradientAccumulationScheduler, LightningModule, Trainer
 from robustdist.errors import UsageError
 
-__all__ = ["check_groups", "check_module", "check_options", "check_skipped", "check_trainer", "check_wrapped"]
+__all__ = [
+    "check_groups",
+    "check_module",
+    "check_optimizers",
+    "check_options",
+    "check_skipped",
+    "check_trainer",
+    "check_wrapped",
+]
 
 #: Steps that a gradient scaler may skip one after the other; it finds its scale in some twenty.
 _MAX_SKIPPED = 100
@@ -53,7 +62,7 @@ def check_trainer(trainer: Trainer, options: Mapping[str, Any]) -> None:
 
 
 def check_module(module: LightningModule) -> None:
-    """Refuse sparse gradients.
+    """Refuse gradients that codecs do not take.
 
     Raises:
         UsageError: Naming the layer and the option.
@@ -65,11 +74,29 @@ def check_module(module: LightningModule) -> None:
                 "set sparse=False, or use Lightning's DDPStrategy"
             )
     for name, parameter in module.named_parameters():
+        if parameter.is_complex():
+            raise UsageError(
+                f"{name} is complex, and compressor takes real gradients: keep torch.view_as_real of it as the "
+                "parameter, or use Lightning's DDPStrategy"
+            )
         if getattr(parameter, "_in_backward_optimizers", None):
             raise UsageError(
                 f"{name} is updated by an optimiser during backward, which excludes a compressor: "
                 "let the Trainer step the optimiser"
             )
+
+
+def check_optimizers(optimizers: Sequence[Optimizer], world_size: int) -> None:
+    """Refuse optimisers that decide on backward passes from the loss of their own process.
+
+    Raises:
+        UsageError: Naming the optimiser.
+    """
+    if world_size > 1 and any(isinstance(optimizer, LBFGS) for optimizer in optimizers):
+        raise UsageError(
+            "LBFGS and a compressor exclude each other on several processes, each of which decides from its own loss "
+            "on the number of its backward passes: use another optimiser, or a single process"
+        )
 
 
 def check_groups(groups: Sequence[Sequence[str]], module: LightningModule) -> None:

@@ -12,7 +12,7 @@ from robustdist.comm import EF21, QSGD, Int8, PowerSGD, Sign, TopK
 from robustdist.comm.controller import BitSchedule
 from robustdist.comm.mqgrad import MQGrad
 from robustdist.core.testing import toy_images
-from robustdist.strategies.compressed_ddp import KEY
+from robustdist.strategies.comm_checkpoint import KEY
 from tests.integration.support import Classifier, identical, largest_difference, run, shares
 from tests.integration.test_compressed_ddp import Odd, compressed
 

@@ -1,0 +1,53 @@
+"""What a checkpoint keeps of the communication of gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from robustdist._lightning import LightningModule, rank_zero_warn
+from robustdist.comm.engine import CommEngine
+from robustdist.comm.residual_state import Residuals, save_residuals
+from robustdist.errors import RobustDistWarning
+from robustdist.strategies.bit_control import BitControl
+from robustdist.strategies.bucket_router import BucketRouter
+from robustdist.strategies.momentum_sync import MomentumSync
+
+__all__ = ["KEY", "communication_state"]
+
+#: Where it is in the checkpoint.
+KEY = "robustdist.communication"
+
+
+def communication_state(
+    engine: CommEngine,
+    mode: Residuals,
+    module: LightningModule,
+    *,
+    device: torch.device,
+    step: int,
+    router: BucketRouter,
+    bits: BitControl | None,
+    momenta: MomentumSync | None,
+) -> dict[str, Any]:
+    """Return tensors and plain types, equal on all ranks.
+
+    A collective of the default group, unless ``mode`` is "reset" or the training was interrupted: not all ranks have to
+    be here then.
+    """
+    if mode != "reset" and module.trainer.interrupted:
+        rank_zero_warn(
+            "a checkpoint saved after an exception holds no residuals: error feedback starts anew from it",
+            category=RobustDistWarning,
+        )
+        mode = "reset"
+    sizes = {name: parameter.numel() for name, parameter in module.named_parameters()}
+    return {
+        "step": step,
+        "buckets": [list(names) for names in router.sent],
+        "grouped": router.join,
+        "bits": None if bits is None else bits.state_dict(),
+        "momenta": None if momenta is None else momenta.state_dict(mode, device),
+        **save_residuals(engine, mode, sizes, device=device),
+    }
