@@ -181,3 +181,52 @@ def test_mqgrad_decides_alike_on_all_ranks(tmp_path):
     assert own["bits"] == other["bits"]
     for key, value in own.items():
         assert str(value) == str(other[key]), key
+
+
+# --- several fits, and what goes back
+
+
+class Watching(pl.Callback):
+    """Residual norm, step and bits at the start of training."""
+
+    def on_train_start(self, trainer, module):
+        strategy = trainer.strategy
+        self.start = strategy.engine.memory.norm(), strategy._step, strategy.chosen_bits
+
+
+def test_a_checkpoint_saved_after_training_holds_the_state_and_a_second_fit_goes_on(tmp_path):
+    class Saving(pl.Callback):
+        """Saves and trains on inside each process: the objects of forked processes do not come back."""
+
+        def __init__(self):
+            self.fits = 0
+            self.kept = []
+
+        def on_fit_end(self, trainer, module):
+            self.fits += 1
+            self.kept.append(trainer.strategy._final_state["memory"]["residual"])
+            trainer.save_checkpoint(tmp_path / "after.ckpt")
+            trainer.save_checkpoint(tmp_path / "weights.ckpt", weights_only=True)
+
+    def collect(trainer, module):
+        (saving,) = [callback for callback in trainer.callbacks if isinstance(callback, Saving)]
+        return saving.kept
+
+    (kept,), _ = fit(tmp_path, compressed(Sign()), 2, callbacks=[Saving()], collect=collect)
+    saved = torch.load(tmp_path / "after.ckpt", weights_only=True)[KEY]["memory"]["residual"]
+    assert saved.keys() == kept.keys() != set()
+    assert all(torch.equal(saved[name], kept[name]) for name in kept)
+    assert KEY not in torch.load(tmp_path / "weights.ckpt", weights_only=True)
+
+
+def test_a_learning_rate_finder_leaves_nothing_behind(tmp_path):
+    finder = pl.callbacks.LearningRateFinder(num_training_steps=12, min_lr=1e-4, max_lr=1e-2, update_attr=True)
+
+    def collect(trainer, module):
+        return next(callback.start for callback in trainer.callbacks if isinstance(callback, Watching))
+
+    strategy = compressed(QSGD(), bits=BitSchedule({0: 8, 10: 2}))
+    for norm, step, bits in fit(tmp_path, strategy, 1, callbacks=[finder, Watching()], collect=collect):
+        assert norm == 0
+        assert step == 0
+        assert bits == 8

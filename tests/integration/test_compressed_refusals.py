@@ -72,6 +72,26 @@ def test_sparse_gradients(tmp_path):
         run(tmp_path, Words(sparse=True), batches, strategy=compressed(Int8()), processes=2)
 
 
+class Waves(Classifier):
+    def __init__(self):
+        super().__init__()
+        self.phase = nn.Parameter(torch.ones(4, dtype=torch.cfloat))
+
+
+class Newton(Classifier):
+    def configure_optimizers(self):
+        return torch.optim.LBFGS(self.parameters())
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [(Waves, "phase is complex, and compressor takes real gradients"), (Newton, "LBFGS and a compressor exclude")],
+)
+def test_what_would_go_wrong_without_a_word(tmp_path, kind, message):
+    with pytest.raises(Exception, match=message):
+        run(tmp_path, kind(), loader(*toy_images(16)), strategy=compressed(Int8()), processes=2)
+
+
 @pytest.mark.parametrize("codec", [Int8(block=16), Sign(block=16), TopK(0.1)], ids=repr)
 def test_rows_that_are_never_used_do_not_move(tmp_path, codec):
     module = Words()
