@@ -112,8 +112,7 @@ class APGD(Attack):
         """Return the worst iterate of every image."""
         targets = None
         if self.multi_target or isinstance(self.attack_loss, str):
-            with torch.no_grad():
-                logits = problem.logits(problem.x)
+            logits = problem.judge(problem.x, self.batch_size)
             problem.loss(logits, problem.y)  # checks the targets
             if self.multi_target:
                 targets = other_classes(logits, problem.y, self.n_targets)
@@ -237,7 +236,7 @@ class _APGDEngine(Engine[_Runs]):
                 )
             loss = loss + value.nan_to_num(nan=-math.inf) / self.attack.eot
             if self.judges:
-                votes = votes + problem.fooled(items.x_adv, logits, y)
+                votes = votes + problem.fooled(items.x_adv, items.x, logits, y)
         return loss, grad, votes > self.attack.eot / 2
 
     def _targets_of(self, rows: Tensor) -> Any:
@@ -269,7 +268,7 @@ class _APGDEngine(Engine[_Runs]):
         if self.judges and self.problem.search is not None and bool(failed.any()):
             # the cheaper forward may have overlooked that the best point already fools the model
             rows = failed.nonzero()[:, 0]
-            confirmed = self.problem.confirmed(point, self.problem.y[items.image], rows)
+            confirmed = self.problem.confirmed(point, items.x, self.problem.y[items.image], rows)
             success = success.index_put((rows,), confirmed)
         return point, loss, success
 

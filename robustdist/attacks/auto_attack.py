@@ -63,7 +63,8 @@ class AutoAttack(Attack):
             and every success is confirmed by the model's own forward pass without autocast.
         channels_last: Search on images in channels-last order, which many convolutions prefer; confirmed likewise.
         drop: Whether an image leaves a stage as soon as it is broken.
-        batch_size: Largest number of (image, target, restart) in one forward pass; default the batch of the call.
+        batch_size: Largest number of (image, target, restart) in one forward pass, those that judge and those of stages
+            without such an option included; default the batch of the call.
         **kwargs: As in :class:`~robustdist.attacks.base.Attack`; losses are fixed, there is no targeted mode.
 
     Raises:
@@ -163,8 +164,7 @@ class AutoAttack(Attack):
 
     def perturb(self, problem: Problem) -> Tensor:
         """Return per image the point that broke it, or the one of smallest margin among the stages' results."""
-        with torch.no_grad():
-            logits = problem.logits(problem.x)
+        logits = problem.judge(problem.x, self.batch_size)
         check_class_indices(logits, problem.y)
         x_adv, margin = problem.x.clone(), LOSSES["margin"](logits, problem.y)
         standing = ~problem.reached(logits, problem.y)
@@ -186,15 +186,27 @@ class AutoAttack(Attack):
 
     def _run_stage(self, problem: Problem, place: int, attack: Attack, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return what one stage found for ``rows``, its margins, and which of them are broken."""
+        if self.batch_size is not None and problem.rowwise and getattr(attack, "batch_size", None) is None:
+            parts = [self._run_part(problem, place, attack, part) for part in torch.split(rows, self.batch_size)]
+            x_adv, margin, broken = (torch.cat(found) for found in zip(*parts, strict=True))
+            return x_adv, margin, broken
+        return self._run_part(problem, place, attack, rows)
+
+    def _run_part(self, problem: Problem, place: int, attack: Attack, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         whole = problem if not problem.rowwise else problem.select(rows)
         noise = replace(whole.noise, seed=derive_seed(attack.seed, "stage", place))
         part = attack.adapt(whole, noise)
-        x_adv = whole.project(attack.perturb(part).detach())
+        # a success is one at exactly this point
+        x_adv = whole.settle(attack.perturb(part).detach())
+        if whole.rounded is not None:
+            x_adv = whole.rounded(x_adv, whole.x)
         if attack.uses_gradient:
             problem.followed[rows] |= part.followed
-        with torch.no_grad():
-            logits = problem.logits(x_adv)
+        logits = problem.judge(x_adv, self.batch_size)
         return x_adv, LOSSES["margin"](logits, part.y), problem.reached(logits, part.y)
+
+    def _finish(self, x_adv: Tensor, problem: Problem) -> Tensor:
+        return x_adv  # judged where they are
 
     def with_loss(self, attack_loss: LossName | AttackLoss) -> Attack:
         """Refuse: the stages have losses of their own."""

@@ -26,6 +26,7 @@ __all__ = ["Attack", "AttackResult", "Problem"]
 # Room for the rounding of a normalise/denormalise round trip when the range of a batch is checked; half precision
 # needs more, see check_inputs.
 _BOUNDS_TOLERANCE = 1e-4
+_HALF = (torch.float16, torch.bfloat16)
 
 
 class Attack(ABC):
@@ -215,6 +216,7 @@ class Attack(ABC):
             rowwise=rowwise and self.model_mode == "eval",
             whole_eps=self.eps,
             step_scale=step_scale,
+            rounded=self._rounded(x.dtype),
         )
 
     def adapt(self, problem: Problem, noise: Noise) -> Problem:
@@ -271,7 +273,8 @@ class Attack(ABC):
         return f"{type(self).__name__}({arguments})"
 
     def _finish(self, x_adv: Tensor, problem: Problem) -> Tensor:
-        return problem.project(x_adv)
+        # a point that the attack has judged must not be moved by a rounding error
+        return problem.settle(x_adv)
 
     def _loss(self) -> Callable[[Tensor, Any], Tensor]:
         builtin = isinstance(self.attack_loss, str)
@@ -345,9 +348,19 @@ class Attack(ABC):
         """Return ``pixels`` in the units and dtype of the inputs ``like``, differentiably."""
         return _from_pixels(pixels, self._statistics(pixels)).to(like.dtype)
 
+    def _rounded(self, dtype: torch.dtype) -> Callable[[Tensor, Tensor], Tensor] | None:
+        if dtype not in _HALF:
+            return None
+
+        def rounded(x_adv: Tensor, pixels: Tensor) -> Tensor:
+            x = _from_pixels(pixels, self._statistics(pixels)).to(dtype)
+            return self.to_pixels(self._to_input(x_adv, pixels, x))
+
+        return rounded
+
     def _to_input(self, x_adv: Tensor, pixels: Tensor, x: Tensor) -> Tensor:
         result = _from_pixels(x_adv, self._statistics(pixels)).to(x.dtype)
-        if x.dtype in (torch.float16, torch.bfloat16) and self._has_eps:
+        if x.dtype in _HALF and self._has_eps:
             # rounding to half precision may step over the radius: where it went away from x, take the number before
             outwards = (self.to_pixels(result) - pixels).abs() > (x_adv - pixels).abs()
             result = torch.where(outwards, torch.nextafter(result, x), result)

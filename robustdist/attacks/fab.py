@@ -96,8 +96,7 @@ class FAB(Attack):
 
     def perturb(self, problem: Problem) -> Tensor:
         """Return a misclassified point within the ball where one was found, otherwise the nearest one."""
-        with torch.no_grad():
-            logits = problem.logits(problem.x)
+        logits = problem.judge(problem.x, self.batch_size)
         check_class_indices(logits, problem.y)
         targets = None if self.n_targets is None else other_classes(logits, problem.y, self.n_targets)
         engine = _FABEngine(self, problem, targets)
@@ -201,7 +200,7 @@ class _FABEngine(Engine[_Walks]):
         nearer = wrong & (away < items.distance)
         items.nearest = torch.where(per_row(nearer, items.x), items.x_adv, items.nearest)
         items.distance = torch.where(nearer, away, items.distance)
-        return self.problem.fooled(items.x_adv, logits, items.y, away <= self.problem.eps)
+        return self.problem.fooled(items.x_adv, items.x, logits, items.y, away <= self.problem.eps)
 
     def _conclude(self, items: _Walks, ending: Tensor, success: Tensor) -> Tensor:
         """Ask the points at distance ``eps`` on the ways to the nearest ones; return all successes."""
@@ -210,7 +209,7 @@ class _FABEngine(Engine[_Walks]):
             x = items.x[rows]
             share = (self.problem.eps / items.distance[rows]).clamp(max=1)
             items.x_adv = items.x_adv.index_put((rows,), x + per_row(share, x) * (items.nearest[rows] - x))
-            success = success.index_put((rows,), self.problem.confirmed(items.x_adv, items.y, rows))
+            success = success.index_put((rows,), self.problem.confirmed(items.x_adv, items.x, items.y, rows))
         return success
 
     def _project(self, items: _Walks, value: Tensor, slope: Tensor) -> None:

@@ -11,10 +11,12 @@ from torch import Tensor
 from robustdist.core.rng import Noise
 from robustdist.types import Bounds, Norm
 
-__all__ = ["ascent_step", "distance", "per_row", "project", "project_l1_ball", "random_start"]
+__all__ = ["ascent_step", "distance", "per_row", "project", "project_l1_ball", "random_start", "settle"]
 
 # Share of the coordinates that one l1 step moves: enough that a step is not wasted on pixels pressed against the box.
 _L1_STEP_SHARE = 0.05
+# How far beyond the radius, relative to it, float32 may put a point that was projected onto the ball.
+_ROUNDING = 1e-6
 
 
 def per_row(values: Tensor, like: Tensor) -> Tensor:
@@ -62,6 +64,23 @@ def project(x_adv: Tensor, x: Tensor, eps: float, norm: Norm, bounds: Bounds) ->
         delta = project_l1_ball(delta, eps)
     projected = delta.add_(x)
     return projected if bounds is None else projected.clamp_(bounds[0], bounds[1])
+
+
+def settle(x_adv: Tensor, x: Tensor, eps: float, norm: Norm, bounds: Bounds) -> Tensor:
+    """Project what is outside, and leave what is inside as it is, bit for bit.
+
+    A second projection moves points by a rounding error, and what was judged before it is then another point. For l2
+    and l1 a row that exceeds the radius by no more than rounding counts as inside.
+    """
+    projected = project(x_adv, x, eps, norm, bounds)
+    if norm == "linf":
+        inside = (x_adv - x).abs() <= eps
+    else:
+        inside = per_row(distance(x_adv, x, norm) <= eps * (1 + _ROUNDING), x)
+    if bounds is not None:
+        boxed = (x_adv >= bounds[0]) & (x_adv <= bounds[1])
+        inside = inside & (boxed if norm == "linf" else per_row(boxed.flatten(1).all(1), x))
+    return torch.where(inside, x_adv, projected)
 
 
 def random_start(x: Tensor, eps: float, norm: Norm, bounds: Bounds, noise: Noise, *tag: int | str) -> Tensor:

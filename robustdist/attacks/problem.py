@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from robustdist.attacks.functional import ascent_step, project, random_start
+from robustdist.attacks.functional import ascent_step, project, random_start, settle
 from robustdist.core.rng import Noise, derive_seed
 from robustdist.errors import UsageError
 from robustdist.types import Bounds, Norm
@@ -63,6 +63,8 @@ class Problem:
         whole_eps: The radius before any schedule; with ``step_scale`` for objectives with a step rule of their own.
         step_scale: What schedules and guards made of the step.
         search: A cheaper way to nearly the same logits. What it finds counts only if ``logits`` confirms it.
+        rounded: For inputs in half precision: maps points and their clean inputs to the points that will be handed
+            out, in pixel units; None where that changes nothing.
         followed: Shape (batch,), True where some step had a gradient to follow.
         stage: As in :class:`AttackResult`.
     """
@@ -82,6 +84,7 @@ class Problem:
     whole_eps: float = 0.0
     step_scale: float = 1.0
     search: Callable[[Tensor], Tensor] | None = None
+    rounded: Callable[[Tensor, Tensor], Tensor] | None = None
     followed: Tensor = field(init=False)
     stage: Tensor | None = field(init=False, default=None)
 
@@ -144,6 +147,17 @@ class Problem:
         """Return ``x_adv`` projected onto the threat model."""
         return project(x_adv, self.x, self.eps, self.norm, self.bounds)
 
+    def settle(self, x_adv: Tensor) -> Tensor:
+        """Return ``x_adv`` with what lies outside the threat model projected, the rest bit for bit."""
+        return settle(x_adv, self.x, self.eps, self.norm, self.bounds)
+
+    def judge(self, x_adv: Tensor, batch_size: int | None) -> Tensor:
+        """Return the logits of ``x_adv`` without a graph, at most ``batch_size`` rows at once where rows may part."""
+        with torch.no_grad():
+            if batch_size is None or len(x_adv) <= batch_size or not self.rowwise:
+                return self.logits(x_adv)
+            return torch.cat([self.logits(part) for part in torch.split(x_adv, batch_size)])
+
     def clip(self, x_adv: Tensor) -> Tensor:
         """Return ``x_adv`` clipped to the image box."""
         return x_adv if self.bounds is None else x_adv.clamp(self.bounds[0], self.bounds[1])
@@ -164,24 +178,32 @@ class Problem:
         """Return per row whether an attack has what it wants: another class than ``y``, or that one if targeted."""
         return (logits.argmax(1) == y) == self.targeted
 
-    def confirmed(self, x_adv: Tensor, y: Tensor, rows: Tensor) -> Tensor:
-        """Return for some rows of ``x_adv`` whether they have what the attack wants, by ``self.logits``."""
-        with torch.no_grad():
-            logits = self.logits(x_adv[rows]) if self.rowwise else self.logits(x_adv)[rows]
-        return self.reached(logits, y[rows])
+    def confirmed(self, x_adv: Tensor, x: Tensor, y: Tensor, rows: Tensor) -> Tensor:
+        """Return for some rows of ``x_adv`` whether they have what the attack wants, by ``self.logits``.
 
-    def fooled(self, x_adv: Tensor, logits: Tensor, y: Tensor, among: Tensor | None = None) -> Tensor:
+        Asked are the points that will be handed out; ``x`` are the clean inputs of all rows.
+        """
+        part = rows if self.rowwise else torch.arange(len(x_adv), device=x_adv.device)
+        points = x_adv[part]
+        if self.rounded is not None:
+            points = self.rounded(settle(points, x[part], self.eps, self.norm, self.bounds), x[part])
+        with torch.no_grad():
+            logits = self.logits(points)
+        return self.reached(logits if self.rowwise else logits[rows], y[rows])
+
+    def fooled(self, x_adv: Tensor, x: Tensor, logits: Tensor, y: Tensor, among: Tensor | None = None) -> Tensor:
         """Return per row whether ``x_adv`` fools the model, given its ``logits`` from ``search_logits``.
 
-        What the cheaper forward pass takes for a success is put to ``self.logits``, whose word is final. Rows outside
-        ``among`` are not asked for and count as failures.
+        What the cheaper forward pass takes for a success is put to ``self.logits``, whose word is final, and so are
+        points that are yet to be rounded to half precision. Rows outside ``among`` are not asked for and count as
+        failures; ``x`` are the clean inputs.
         """
         success = self.reached(logits, y)
         if among is not None:
             success = success & among
-        if self.search is not None and bool(success.any()):
+        if (self.search is not None or self.rounded is not None) and bool(success.any()):
             rows = success.nonzero()[:, 0]
-            success = success.index_put((rows,), self.confirmed(x_adv, y, rows))
+            success = success.index_put((rows,), self.confirmed(x_adv, x, y, rows))
         return success
 
     def noise_of(self, rows: Tensor) -> Noise:

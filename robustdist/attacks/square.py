@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from robustdist.attacks.base import Attack, Problem
@@ -37,7 +36,8 @@ class Square(Attack):
             AutoAttack does.
         restarts: Number of runs from different draws; later ones see the survivors of earlier ones.
         drop: Whether an image leaves as soon as it is misclassified.
-        batch_size: Largest number of images in one forward pass; default the batch of the call.
+        batch_size: Largest number of images in one forward pass; default the batch of the call. Draws are held for at
+            most twice as many, ``4 * queries * (2 + channels)`` bytes each (linf; l2 ``5 + channels``).
         **kwargs: As in :class:`~robustdist.attacks.base.Attack`; ``attack_loss`` must stay "margin".
 
     Raises:
@@ -80,8 +80,7 @@ class Square(Attack):
     def perturb(self, problem: Problem) -> Tensor:
         """Return the best point of every image."""
         problem.followed.fill_(True)  # it follows no gradient
-        with torch.no_grad():
-            check_class_indices(problem.logits(problem.x), problem.y)
+        check_class_indices(problem.judge(problem.x, self.batch_size), problem.y)
         engine = ENGINES[problem.norm](problem, self.queries, self.p_init, self.restarts, rescale=self.rescale)
         return run_queue(problem, engine, batch_size=self.batch_size, drop=self.drop).x_adv
 

@@ -79,8 +79,9 @@ class _SquareEngine(Engine[_Searches]):
         self.extent = torch.tensor([layout.height, layout.width], device=device)
         self.rows = torch.arange(layout.height, device=device)
         self.columns = torch.arange(layout.width, device=device)
-        self._draws = torch.empty(0, device=device)
-        self._starts = torch.empty(0, device=device)
+        # the draws of a search lie in a slot, which is used again after its end
+        self._draws, self._starts = torch.empty(0, device=device), torch.empty(0, device=device)
+        self._in_use = torch.empty(0, dtype=torch.long, device=device)
 
     def start(self, rows: Tensor, group: int) -> _Searches:
         problem, layout, num = self.problem, self.layout, len(rows)
@@ -88,12 +89,13 @@ class _SquareEngine(Engine[_Searches]):
         length = self.start_length + (self.queries - 1) * per_query
         # everything that a row will ever draw, in one call of its generator
         draws = problem.noise_of(rows).uniform(torch.empty(num, length, device=rows.device), "square", group)
-        self._starts = torch.cat([self._starts, draws[:, : self.start_length]])
-        self._draws = torch.cat([self._draws, draws[:, self.start_length :].view(num, -1, per_query)])
+        slots = self._slots(num, per_query)
+        self._starts[slots] = draws[:, : self.start_length]
+        self._draws[slots] = draws[:, self.start_length :].view(num, self.queries - 1, per_query)
         return _Searches(
             image=rows,
             x=problem.x[rows],
-            run=torch.arange(len(self._draws) - num, len(self._draws), device=rows.device),
+            run=slots,
             y=problem.y[rows],
             best=problem.x[rows],
             margin=torch.full((num,), -math.inf, device=rows.device),
@@ -102,6 +104,7 @@ class _SquareEngine(Engine[_Searches]):
 
     def advance(self, items: _Searches) -> Progress:
         """Answer the next query of every search."""
+        self._in_use = items.run
         candidate = self._propose(items)
         changed = (candidate != items.best).flatten(1).any(1) | (items.count == 0).to(candidate.device)
         success = torch.zeros_like(changed)
@@ -130,6 +133,22 @@ class _SquareEngine(Engine[_Searches]):
     def propose(self, items: _Searches, draws: Tensor, query: Tensor) -> Tensor:
         """Return one candidate per search, given the number of its query and the draws of that."""
 
+    def _slots(self, num: int, per_query: int) -> Tensor:
+        """Return slots for ``num`` new searches: those of searches that have left, and new ones."""
+        if len(self._draws) == 0:
+            self._starts = self._starts.new_empty(0, self.start_length)
+            self._draws = self._draws.new_empty(0, self.queries - 1, per_query)
+        free = torch.ones(len(self._draws), dtype=torch.bool, device=self._draws.device)
+        free[self._in_use] = False
+        slots = free.nonzero()[:num, 0]
+        missing = num - len(slots)
+        if missing:
+            slots = torch.cat([slots, torch.arange(missing, device=slots.device) + len(self._draws)])
+            self._starts = torch.cat([self._starts, self._starts.new_empty(missing, self.start_length)])
+            self._draws = torch.cat([self._draws, self._draws.new_empty(missing, *self._draws.shape[1:])])
+        self._in_use = torch.cat([self._in_use, slots])
+        return slots
+
     def _propose(self, items: _Searches) -> Tensor:
         first = items.count == 0
         if bool(first.all()):
@@ -146,10 +165,12 @@ class _SquareEngine(Engine[_Searches]):
     def _ask(self, items: _Searches, candidate: Tensor, asked: Tensor, success: Tensor) -> None:
         """Query the model where a candidate differs from the point at hand, and keep what is better."""
         everything = len(asked) == len(candidate)
-        points, y = (candidate, items.y) if everything else (candidate[asked], items.y[asked])
+        points, x, y = candidate, items.x, items.y
+        if not everything:
+            points, x, y = points[asked], x[asked], y[asked]
         with torch.no_grad():
             logits = self.problem.search_logits(points)
-        success[asked] = fooled = self.problem.fooled(points, logits, y)
+        success[asked] = fooled = self.problem.fooled(points, x, logits, y)
         margin = self.problem.loss(logits, y).float()
         better = torch.zeros_like(success)
         better[asked] = fooled | (margin > items.margin[asked])

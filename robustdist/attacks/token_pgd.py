@@ -176,6 +176,10 @@ class TokenProblem(Problem):
         lengths = _length(delta, self._dims).clamp(min=torch.finfo(delta.dtype).tiny)
         return self.x + delta * (self.eps * self._unit / lengths).clamp(max=1.0)
 
+    def settle(self, x_adv: Tensor) -> Tensor:
+        """Return ``x_adv`` projected."""
+        return self.project(x_adv)
+
     def start(self, *tag: int | str) -> Tensor:
         """Return a point drawn uniformly from the balls; real tokens get the same draws whatever the padding."""
         hidden = self.x.shape[2]

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from robustdist.attacks import APGD, PGD, AutoAttack, Square, TokenPGD
 from robustdist.attacks.losses import LOSSES
+from robustdist.attacks.queue import run_queue
 from robustdist.core.testing import run_ranks
 from robustdist.errors import UsageError
 from robustdist.evaluation import RobustTally
@@ -64,12 +65,69 @@ def test_verdicts_are_the_same_however_the_work_is_cut(task, options):
 
 def test_no_batch_is_larger_than_the_callers(task):
     net, x, y = task
-    for batch_size, largest in ((None, 10), (4, 10)):
-        watched = Watched(net)
-        AutoAttack(eps=0.03, batch_size=batch_size, **SMALL)(watched, x, y)
-        assert max(watched.sizes) == largest
-        # judging the images and a stage's results takes the whole; the search keeps to batch_size
-        assert batch_size is None or sum(size > batch_size for size in watched.sizes) <= 1 + 2 * 4
+    watched = Watched(net)
+    AutoAttack(eps=0.03, **SMALL)(watched, x, y)
+    assert max(watched.sizes) == 10
+
+
+@pytest.mark.parametrize("version", ["standard", "plus", "rand", "custom"])
+def test_no_forward_pass_is_larger_than_the_batch_size(task, version):
+    net = Watched(task.net)
+    stages = {"attacks": ["square", PGD(eps=EPS, steps=2), APGD(eps=EPS, steps=2)]} if version == "custom" else {}
+    attack = AutoAttack(eps=EPS, version=version, steps=2, queries=5, batch_size=3, **stages)
+    cut = attack.run(net, task.x, task.y, sample_ids=list(range(10)))
+    assert max(net.sizes) == 3
+    attack.batch_size = None
+    for stage in attack.attacks:
+        stage.batch_size = None
+    whole = attack.run(task.net, task.x, task.y, sample_ids=list(range(10)))
+    assert torch.equal(cut.stage, whole.stage)
+
+
+class Chaotic(nn.Module):
+    """Answers otherwise as soon as one bit of the image is another."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        pixels = x.flatten(1)
+        angle = (pixels.double() * 2.0**24 * torch.arange(1, pixels.shape[1] + 1)).sum(1) * 0.7 + pixels.mean(1)
+        return torch.stack([angle.sin() + 0.9, -angle.sin(), pixels[:, 0] - 3.0, pixels[:, 1] - 3.0], 1).float()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "precision", "units"),
+    [
+        (torch.float32, "32", {}),
+        (torch.float32, "bf16", {"mean": 0.45, "std": 0.22}),
+        (torch.bfloat16, "32", {}),
+        (torch.float16, "bf16", {"mean": 0.45, "std": 0.22}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(("norm", "eps"), [("linf", 0.1), ("l2", 0.5)])
+@pytest.mark.parametrize("stage", ["apgd-ce", "fab", "square"])
+def test_the_verdict_is_that_at_the_very_point_that_is_returned(norm, eps, stage, dtype, precision, units, monkeypatch):
+    dropped = []
+
+    def watched(problem, engine, **options):
+        found = run_queue(problem, engine, **options)
+        dropped.append(found.success)
+        return found
+
+    for module in ("apgd", "fab", "square"):
+        monkeypatch.setattr(f"robustdist.attacks.{module}.run_queue", watched)
+    net, x = Chaotic(), torch.rand(60, 1, 4, 4, generator=torch.Generator().manual_seed(0))
+    x = ((x - 0.45) / 0.22 if units else x).to(dtype)
+    attack = AutoAttack(
+        norm=norm, eps=eps, version="custom", attacks=[stage], precision=precision, steps=8, queries=8, **units
+    )
+    # pixel units and back is another image already, to this model
+    y = net(attack.from_pixels(attack.to_pixels(x), x)).argmax(1)
+    result = attack.run(net, x, y)
+    broken = net(result.x_adv).argmax(1) != y
+    assert torch.equal(result.stage == 0, broken)
+    # whatever left the queue because it was broken is broken where it is handed out
+    assert not bool((dropped[0] & ~broken).any())
+    assert stage == "fab" or int(dropped[0].sum()) > 5
 
 
 def test_versions_have_the_published_parts():

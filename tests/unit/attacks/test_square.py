@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from robustdist.attacks import Square
 from robustdist.attacks.losses import LOSSES
-from robustdist.attacks.square_search import patch_share
+from robustdist.attacks.square_search import _SquareEngine, patch_share
 from robustdist.core.rng import Noise
 from robustdist.errors import UsageError
 
@@ -84,7 +84,7 @@ def test_every_query_is_inside_and_counted(task, norm, eps):
     watched = Watched(net)
     attack = Square(norm=norm, eps=eps, queries=50, batch_size=5)
     x_adv = attack(watched, x, y)
-    asked = watched.seen[1:]  # the first forward is on the clean images
+    asked = watched.seen[2:]  # the first two forwards are on the clean images
     assert max(len(batch) for batch in asked) <= 5
     assert 10 * 30 < sum(len(batch) for batch in asked) <= 10 * 50
     for batch in asked:
@@ -156,3 +156,25 @@ def test_later_restarts_see_survivors_only(task):
 def test_wrong_options(options, words):
     with pytest.raises(UsageError, match=words):
         Square(**options)
+
+
+@pytest.mark.parametrize(("norm", "eps"), [("linf", 0.05), ("l2", 0.5)])
+def test_draws_are_held_for_the_searches_at_hand_and_stay_those_of_their_rows(task, norm, eps, monkeypatch):
+    sizes = []
+    start = _SquareEngine.start
+
+    def watched(self, rows, group):
+        items = start(self, rows, group)
+        sizes.append(len(self._draws))
+        return items
+
+    monkeypatch.setattr(_SquareEngine, "start", watched)
+    options = {"norm": norm, "eps": eps, "queries": 12, "restarts": 4}
+    net, x, ids = task.net.double(), task.x.double(), list(range(10))
+    few = Square(batch_size=2, **options).run(net, x, task.y, sample_ids=ids)
+    assert max(sizes) <= 4
+    assert len(sizes) > 5
+    sizes.clear()
+    many = Square(batch_size=100, **options).run(net, x, task.y, sample_ids=ids)
+    assert max(sizes) >= 20
+    assert torch.equal(few.x_adv, many.x_adv)
