@@ -243,6 +243,7 @@ def _print(console: Console, result: dict[str, Any]) -> None:
 def _plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
     try:
         from matplotlib.figure import Figure
+        from matplotlib.ticker import LogLocator, NullFormatter
     except ImportError:
         raise UsageError("plot needs matplotlib: pip install 'robustdist[plots]'") from None
     figure = Figure(figsize=(9, 4.5), layout="constrained")
@@ -255,6 +256,9 @@ def _plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
             place = row["kilobytes_per_step"], accuracy["mean"]
             axes.errorbar(*place, yerr=spread, fmt=marker, color=f"C{number}", capsize=3, label=label)
     axes.set_xscale("log")
+    axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.xaxis.set_minor_formatter(NullFormatter())
     axes.set_xlabel("kilobytes that a process sends per step")
     axes.set_ylabel("accuracy: circles clean, squares PGD-20")
     figure.legend(loc="outside right upper")
