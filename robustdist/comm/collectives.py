@@ -286,12 +286,18 @@ def chunks(numel: int, world_size: int, block: int) -> list[tuple[int, int]]:
     return [(min(rank * step, numel), min((rank + 1) * step, numel)) for rank in range(world_size)]
 
 
-def run_pipelined(exchanges: Sequence[Exchange]) -> int:
-    """Run exchanges so that one encodes while the one before is on the wire; return the bytes sent."""
+def run_pipelined(exchanges: Sequence[Exchange], *, lag: int = 8) -> int:
+    """Run exchanges so that several are on the wire while one encodes; return the bytes sent.
+
+    Args:
+        exchanges: In the order in which all ranks run them.
+        lag: How many later exchanges begin a stage before one goes on to the next. One or two collectives do not
+            fill a link, least of all when the system lets a rank wait for its processor.
+    """
     depth = max((exchange.num_stages for exchange in exchanges), default=0)
-    for tick in range(len(exchanges) + depth - 1):
+    for tick in range(len(exchanges) + lag * (depth - 1)):
         for stage in range(depth):
-            place = tick - stage
+            place = tick - lag * stage
             if 0 <= place < len(exchanges) and stage < exchanges[place].num_stages:
                 exchanges[place].advance(stage)
     return sum(exchange.bytes_sent for exchange in exchanges)

@@ -65,7 +65,7 @@ class CommEngine(Reduction):
         sides: int = 2,
         collective: Collective | Literal["auto"] = "auto",
         small: int = 1024,
-        segment: int = 2 * 1024 * 1024,
+        segment: int = 256 * 1024,
         dynamic: bool = False,
         timeout: float | None = None,
     ) -> None:

@@ -91,7 +91,7 @@ class CompressedDDPStrategy(DDPStrategy):
         groups: Literal["ddp", "auto"] | Sequence[Sequence[str]] = "ddp",
         residuals: Residuals = "reduced",
         small: int = 1024,
-        segment: int = 2 * 1024 * 1024,
+        segment: int = 256 * 1024,
         timeout: timedelta | None = timedelta(minutes=30),
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         **options: Any,
