@@ -89,9 +89,9 @@ def test_replicas_stay_identical_to_the_bit(tmp_path, codec):
 
 
 @pytest.mark.parametrize("processes", [3, 4])
-@pytest.mark.parametrize("codec", [QSGD(bits=4), Sign(), TopK(0.05)], ids=repr)
+@pytest.mark.parametrize("codec", CODECS, ids=repr)
 def test_replicas_of_more_processes(tmp_path, codec, processes):
-    results = fit(tmp_path, compressed(codec), processes=processes, steps=20)
+    results = fit(tmp_path, compressed(codec), processes=processes, steps=8)
     assert all(identical(results[0], other) for other in results[1:])
 
 
