@@ -9,6 +9,7 @@ from time import perf_counter
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -16,12 +17,13 @@ from torch.optim import Optimizer
 from robustdist._lightning import DDPStrategy, LightningModule, Trainer, rank_zero_info, rank_zero_warn
 from robustdist.comm import QSGD, Compressor, Identity, make_compressor
 from robustdist.comm.controller import BitController
-from robustdist.comm.cost import Collective, choose
+from robustdist.comm.cost import Collective, choose, dense_bytes
 from robustdist.comm.engine import CommEngine
 from robustdist.comm.grouping import Group
-from robustdist.comm.link import measure_link, pick_compressor
-from robustdist.comm.residual_state import RESIDUALS, Residuals, load_residuals
+from robustdist.comm.link import measure_link
+from robustdist.comm.residual_state import Residuals, load_residuals
 from robustdist.errors import RobustDistWarning, UsageError
+from robustdist.strategies.auto_codec import measured_codec, num_gradients
 from robustdist.strategies.bit_control import BitControl
 from robustdist.strategies.bucket_router import BucketRouter
 from robustdist.strategies.comm_checkpoint import KEY, communication_state
@@ -39,9 +41,11 @@ from robustdist.strategies.refusals import (
 )
 from robustdist.strategies.step_watch import StepWatch
 from robustdist.strategies.used_parameters import UsedParameters
-from robustdist.types import check_count
 
 __all__ = ["CompressedDDPStrategy"]
+
+
+NOTHING_SENT = {"calls": 0, "steps": 0, "bytes_sent": 0, "bytes_dense": 0, "ratio": 1.0, "wait_seconds": 0.0}
 
 
 class CompressedDDPStrategy(DDPStrategy):
@@ -58,7 +62,7 @@ class CompressedDDPStrategy(DDPStrategy):
     Args:
         compressor: A codec of ``robustdist.comm``, or the name of one with its defaults; by default ``QSGD(bits=4)``.
             "auto" measures the link and the codecs when training starts and takes the fastest one that keeps accuracy,
-            plain float32 included.
+            plain float32 included, which is then left to DDP.
         error_feedback: Add what a codec leaves out to the next gradient. Without it, top-k and few bits lose accuracy.
         sides: 2 compresses the averaged gradient on its way back too, 1 sends it as float32.
         collective: "chunked", "gather", "native", or "auto" for the one that sends fewest bytes.
@@ -96,9 +100,7 @@ class CompressedDDPStrategy(DDPStrategy):
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         **options: Any,
     ) -> None:
-        check_options(options)
-        if residuals not in RESIDUALS:
-            raise UsageError(f"residuals={residuals!r} must be one of {', '.join(RESIDUALS)}")
+        check_options(options, residuals=residuals, small=small, segment=segment)
         if groups != "ddp" and options.get("bucket_cap_mb") is None:
             options["bucket_cap_mb"] = 1  # small parts, which arrive early; the groups put them together
         super().__init__(timeout=timeout, start_method=start_method, **options)
@@ -112,8 +114,6 @@ class CompressedDDPStrategy(DDPStrategy):
         if bits is not None and self.compressor is None:
             raise UsageError("bits and compressor='auto' exclude each other: give compressor=QSGD(), or leave out bits")
         choose(self.compressor or Identity(), 1, 2, collective, sides)
-        for option, value in (("small", small), ("segment", segment)):
-            check_count(value, option)
         self._bits = None if bits is None or self.compressor is None else BitControl(bits, self.compressor)
         self.residuals: Residuals = residuals
         self._options = options
@@ -144,14 +144,8 @@ class CompressedDDPStrategy(DDPStrategy):
         self._trained: LightningModule | None = None
         self._last_hook: float | None = None
         self._step_wait = self._wait_seconds = 0.0
-        self._final_stats: dict[str, float] = {
-            "calls": 0,
-            "steps": 0,
-            "bytes_sent": 0,
-            "bytes_dense": 0,
-            "ratio": 1.0,
-            "wait_seconds": 0.0,
-        }
+        self._final_stats: dict[str, float] = dict(NOTHING_SENT)
+        self._plain_bytes: float | None = None
 
     # --- start and end
 
@@ -184,10 +178,16 @@ class CompressedDDPStrategy(DDPStrategy):
         self._final_state = self._trained = None
         if self._loaded is not None and self._bits is not None and self._loaded["bits"] is not None:
             self._bits.load_state_dict(self._loaded["bits"])
-        self.engine = CommEngine(self._codec(module), **self._engine_options, **self._transport)
+        self._step_wait = self._wait_seconds = 0.0
+        codec = self._codec(module)
+        if self.compressor is None and isinstance(codec, Identity):
+            # nothing is faster here than what DDP does by itself
+            self._plain_bytes = dense_bytes(num_gradients(module), dist.get_world_size())
+            return
+        self._plain_bytes = None
+        self.engine = CommEngine(codec, **self._engine_options, **self._transport)
         if self.engine.world_size == 1:
             rank_zero_info(f"{type(self).__name__}: a single process sends nothing, so nothing is compressed")
-        self._step_wait = self._wait_seconds = 0.0
         self._start_groups(self.engine, module)
         if self._engine_options["dynamic"]:
             self._used = UsedParameters(module)
@@ -237,7 +237,9 @@ class CompressedDDPStrategy(DDPStrategy):
 
     def _reduce(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """Hand a bucket to the engine; called by DDP in backward, with buckets in the same order on all ranks."""
-        engine = self._running()
+        engine = self.engine
+        if engine is None:
+            raise RuntimeError("gradients arrived after the communication had ended")
         names = [self._names[id(parameter)] for parameter in bucket.parameters()]
         grads = dict(zip(names, bucket.gradients(), strict=True))
         engine.scale = self._loss_scale()
@@ -292,6 +294,8 @@ class CompressedDDPStrategy(DDPStrategy):
         """Step, and put the residuals back if a gradient scaler skipped it; if not, the optimiser's hook kept them."""
         optimizer = getattr(optimizer, "optimizer", optimizer)  # of Lightning's wrapper
         if self.engine is None:
+            if self._plain_bytes is not None:
+                self._count_plain_step(self._plain_bytes)
             return super().optimizer_step(optimizer, closure, model, **kwargs)
         self._watch.add(optimizer)
         self._watch.executed = False
@@ -411,6 +415,11 @@ class CompressedDDPStrategy(DDPStrategy):
         """
         return self._final_stats if self.engine is None else self._stats(self.engine)
 
+    def _count_plain_step(self, num_bytes: float) -> None:
+        steps = self._final_stats["steps"] + 1
+        total = steps * num_bytes
+        self._final_stats = {**NOTHING_SENT, "steps": steps, "bytes_sent": total, "bytes_dense": total}
+
     def _stats(self, engine: CommEngine) -> dict[str, float]:
         stats = {**engine.comm_stats(), "wait_seconds": self._wait_seconds}
         return stats if self._momenta is None else self._momenta.add_stats(stats)
@@ -432,19 +441,10 @@ class CompressedDDPStrategy(DDPStrategy):
             return self._bits.codec()
         if self.compressor is not None:
             return self.compressor
-        numel = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
-        link = measure_link(device=self.root_device)
-        codec = pick_compressor(numel, link, device=self.root_device)
-        rank_zero_info(f"compressor='auto': {link}, {numel:,} elements: {codec!r}")
-        return codec
+        return measured_codec(module, self.root_device)
 
     def _module(self) -> LightningModule:
         module = self.lightning_module
         if module is None:
             raise RuntimeError("the strategy has no module yet")
         return module
-
-    def _running(self) -> CommEngine:
-        if self.engine is None:
-            raise RuntimeError("gradients arrived after the communication had ended")
-        return self.engine

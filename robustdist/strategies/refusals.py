@@ -11,7 +11,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
 
 from robustdist._lightning import Callback, GradientAccumulationScheduler, LightningModule, Trainer
+from robustdist.comm.residual_state import RESIDUALS
 from robustdist.errors import UsageError
+from robustdist.types import check_count
 
 __all__ = [
     "check_groups",
@@ -29,12 +31,16 @@ _MAX_SKIPPED = 100
 _HOOKS = ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period")
 
 
-def check_options(options: Mapping[str, Any]) -> None:
-    """Refuse options of DDPStrategy that would put another hook in the place of the compressing one.
+def check_options(options: Mapping[str, Any], *, residuals: str, small: int, segment: int) -> None:
+    """Refuse values out of range, and options of DDPStrategy that would put another hook in the place of ours.
 
     Raises:
-        UsageError: Naming both options.
+        UsageError: Naming the option, or both.
     """
+    if residuals not in RESIDUALS:
+        raise UsageError(f"residuals={residuals!r} must be one of {', '.join(RESIDUALS)}")
+    check_count(small, "small")
+    check_count(segment, "segment")
     for name in _HOOKS:
         if options.get(name) is not None:
             raise UsageError(

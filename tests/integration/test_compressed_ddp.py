@@ -108,3 +108,22 @@ def test_the_names_that_the_trainer_knows():
     for suffix in ("fork", "spawn"):
         trainer = pl.Trainer(strategy=f"ddp_compressed_{suffix}", accelerator="cpu", devices=2, logger=False)
         assert trainer.strategy._start_method == suffix
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_auto_leaves_float32_to_ddp_where_nothing_is_faster(tmp_path, monkeypatch, accumulate):
+    monkeypatch.setattr("robustdist.strategies.auto_codec.pick_compressor", lambda *args, **options: Identity())
+    options = {"steps": 10, "accumulate_grad_batches": accumulate, "collect": weights_and_stats}
+    (ours, stats), _ = fit(tmp_path, compressed("auto"), **options)
+    plain = DDPStrategy(start_method="fork", bucket_cap_mb=0.005)
+    expected = fit(tmp_path, plain, steps=10, accumulate_grad_batches=accumulate)[0]
+    assert identical(ours, expected)
+    assert stats["steps"] == 10
+    assert stats["bytes_sent"] == stats["bytes_dense"] == 10 * 4 * sum(p.numel() for p in Odd().parameters())
+
+
+def test_auto_takes_a_codec_that_is_faster(tmp_path, monkeypatch):
+    monkeypatch.setattr("robustdist.strategies.auto_codec.pick_compressor", lambda *args, **options: Int8())
+    (first, stats), (second, _) = fit(tmp_path, compressed("auto"), steps=10, collect=weights_and_stats)
+    assert identical(first, second)
+    assert stats["ratio"] > 2
