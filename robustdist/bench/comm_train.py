@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +24,6 @@ from robustdist.bench.output import check_out, make_console, write_json
 from robustdist.bench.ranks import run_task
 from robustdist.comm import QSGD, BitSchedule, Identity, Int8, MQGrad, Sign
 from robustdist.comm.cost import dense_bytes
-from robustdist.data import FashionMNISTDataModule
 from robustdist.errors import UsageError
 from robustdist.strategies import CompressedDDPStrategy
 from robustdist.types import check_count
@@ -64,11 +63,12 @@ def bench_comm_train(
     steps: int = 60,
     width: int = 1024,
     rounds: int = 1,
+    data: Literal["fashion_mnist", "mnist5k"] = "fashion_mnist",
     out: str | None = None,
 ) -> dict[str, Any]:
     """Train an unmodified module through the Trainer on links with a rate limit.
 
-    A perceptron with two hidden layers on FashionMNIST, ordinary training with Adam, 64 images per process and step.
+    A perceptron with two hidden layers on 28x28 images, ordinary training with Adam, 64 images per process and step.
     Ranks and links are those of ``bench comm``. Rows take turns. Seconds are those of a step without the first three:
     the median over steps and rounds. Bytes are what a rank's interface sent in all of the training, headers included,
     and what the strategy counts. Accuracy is on the first 2000 test images.
@@ -80,6 +80,7 @@ def bench_comm_train(
         steps: Optimiser steps.
         width: Units of the hidden layers; 1024 makes 1.9 million parameters, 2048 makes 5.8 million.
         rounds: Trainings per row.
+        data: Data set: fashion_mnist, or mnist5k.
         out: JSON file for the figures; its folder must exist.
 
     Returns:
@@ -92,6 +93,8 @@ def bench_comm_train(
     unknown = [key for key in keys if key not in _ROWS]
     if unknown or not keys:
         raise UsageError(f"rows={unknown} are unknown: choose some of {', '.join(_ROWS)}")
+    if data not in ("fashion_mnist", "mnist5k"):
+        raise UsageError(f"data={data!r} is unknown: choose fashion_mnist or mnist5k")
     if link not in LINKS:
         raise UsageError(f"link={link!r} must be one of {', '.join(LINKS)}")
     for option, value in (("steps", steps), ("width", width), ("rounds", rounds)):
@@ -108,13 +111,20 @@ def bench_comm_train(
             console.print(Text(links.note))
         for number in range(rounds):
             for key in keys:
-                arguments = {"row": key, "steps": steps, "width": width, "seed": number}
+                arguments = {"row": key, "data": data, "steps": steps, "width": width, "seed": number}
                 ranks = run_task("train", arguments, links=links, world_size=world_size, timeout=30.0 * steps + 120)
                 runs.append({"row": key, "round": number, "ranks": ranks})
     load.append(list(os.getloadavg()))
     found = {
         "benchmark": "comm_train",
-        "settings": {"link": link, "world_size": world_size, "steps": steps, "width": width, "rounds": rounds},
+        "settings": {
+            "link": link,
+            "world_size": world_size,
+            "steps": steps,
+            "width": width,
+            "rounds": rounds,
+            "data": data,
+        },
         "machine": describe_machine(torch.device("cpu")),
         "link": {"limit": links.limit, "note": links.note},
         "load": load,
@@ -171,13 +181,13 @@ class _Watch(Callback):
         self.times.append(time.perf_counter())
 
 
-def run_rank(row: str, steps: int, width: int, seed: int) -> dict[str, Any]:
+def run_rank(row: str, data: str, steps: int, width: int, seed: int) -> dict[str, Any]:
     """Train on one rank and return what it saw."""
     options = _ROWS[row].options
     world_size = int(os.environ["WORLD_SIZE"])
     with small_training.quiet(1, seed):
-        data = FashionMNISTDataModule(_BATCH_SIZE)
-        data.setup()
+        images = small_training.SETTINGS[data].data(_BATCH_SIZE)
+        images.setup()
         module, watch = _Perceptron(width), _Watch()
         strategy = DDPStrategy() if options is None else CompressedDDPStrategy(**options(steps))
         trainer = Trainer(
@@ -193,9 +203,9 @@ def run_rank(row: str, steps: int, width: int, seed: int) -> dict[str, Any]:
             enable_model_summary=False,
         )
         before = sent_by()
-        trainer.fit(module, train_dataloaders=data.train_dataloader())
+        trainer.fit(module, train_dataloaders=images.train_dataloader())
         after = sent_by()
-        x, y = (part[:2000] for part in data.parts.test.tensors)
+        x, y = (part[:2000] for part in images.parts.test.tensors)
         with torch.no_grad():
             accuracy = float((module.eval()(x).argmax(1) == y).float().mean())
     stats = strategy.comm_stats() if isinstance(strategy, CompressedDDPStrategy) else {}

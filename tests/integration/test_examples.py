@@ -10,6 +10,7 @@ import lightning.pytorch as pl
 import pytest
 
 from examples import multi_label, quantized_data, regression
+from robustdist.data import MNIST5kDataModule
 
 ROOT = Path(__file__).parents[2]
 
@@ -35,6 +36,13 @@ def test_regression(monkeypatch, tmp_path):
 @pytest.mark.slow
 def test_quantized_data(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
+
+    # images of the same shape that a package brings: FashionMNIST is not among them
+    class Images(MNIST5kDataModule):
+        def __init__(self, batch_size, num_train):
+            super().__init__(batch_size)
+
+    monkeypatch.setattr(quantized_data, "FashionMNISTDataModule", Images)
     results = quantized_data.main(num_train=100, max_epochs=1)
     samples = [results[f"samples, {bits} bit{'s' * (bits > 1)}"] for bits in (8, 4, 2, 1)]
     assert all(small == large < results["gradients, QSGD 4 bits"][0] for small, large, _ in samples)

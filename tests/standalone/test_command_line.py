@@ -128,8 +128,9 @@ def test_every_file_that_the_readme_names_exists():
     assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
 
 
-#: Files that are no scripts, or need one from elsewhere (robust_text: tests/unit/bench/test_text.py runs it).
-NOT_ALONE = {"classifiers", "robust_text"}
+#: Files that are no scripts, or need data that pip does not install: robust_text, which tests/unit/bench/test_text.py
+#: runs, and quantized_data, whose strategy tests/integration/test_quantized_data.py runs.
+NOT_ALONE = {"classifiers", "quantized_data", "robust_text"}
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from robustdist.errors import UsageError
     ("options", "words"),
     [
         ({"rows": ["fp8"]}, "rows=['fp8'] are unknown: choose some of ddp"),
+        ({"data": "cifar"}, "data='cifar' is unknown"),
         ({"link": "10gbit"}, "link='10gbit' must be one of 100mbit"),
         ({"steps": 3}, "steps=3 must be more than the 3"),
         ({"world_size": 1}, "world_size=1 must be from 2"),
@@ -29,9 +30,10 @@ def test_wrong_arguments_are_refused_before_anything_is_measured(options, words,
 
 @pytest.mark.slow
 @pytest.mark.timeout(180)
-def test_figures(tmp_path):
+def test_figures(tmp_path, require):
+    require("mlxtend")
     out = tmp_path / "figures.json"
-    result = bench_comm_train(["ddp", "schedule"], "none", steps=8, width=64, out=str(out))
+    result = bench_comm_train(["ddp", "schedule"], "none", steps=8, width=64, data="mnist5k", out=str(out))
     assert json.loads(out.read_text()) == result
     plain, quantised = result["rows"]
     assert plain["ratio"] == 1
