@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -13,12 +13,13 @@ from rich.table import Table
 from rich.text import Text
 
 from robustdist.bench.codec_speed import codec_speed
-from robustdist.bench.comm_rows import PLAIN, ROWS, Row, chosen_rows
+from robustdist.bench.comm_rows import PLAIN, ROWS, Row, chosen_rows, gradient_shapes
 from robustdist.bench.links import LINKS, Link, Links, open_links
 from robustdist.bench.machine import describe_machine
 from robustdist.bench.measure import spread
 from robustdist.bench.output import check_out, make_console, write_json
 from robustdist.bench.ranks import RanksError, run_task
+from robustdist.comm import PowerSGD
 from robustdist.comm.cost import choose, dense_bytes, sent_bytes
 from robustdist.errors import UsageError
 from robustdist.types import check_count
@@ -30,7 +31,6 @@ _RATES = {"100mbit": 1e8, "1gbit": 5e8, "none": 5e8}
 
 
 def bench_comm(
-    level: Literal["allreduce"] = "allreduce",
     world_size: int = 2,
     numel: int = 25_000_000,
     link: Link = "100mbit",
@@ -46,16 +46,16 @@ def bench_comm(
     the output says so. The rate is measured in each run by a plain TCP transfer.
 
     Gradients are Gaussian noise in buckets as DDP makes them. Rows take turns, ``rounds`` times; a row is set up anew
-    for every visit and warmed up by one step. Ratios are to the fp32 all-reduce of the same round. Codecs are also
+    for every visit and warmed up by one step, or by two where residuals are kept. Ratios are to the fp32 all-reduce of the same round. Codecs are also
     timed alone, in processor time of one core.
 
     Args:
-        level: "allreduce": one mean of ``numel`` gradients.
         world_size: Number of ranks.
         numel: Number of gradients.
         link: "100mbit", "1gbit", or "none" for the loopback device without a limit.
         rows: Rows, by key; default all: fp32, torch_fp16, torch_powersgd, torch_powersgd_one_bucket, identity, bf16,
-            int8, natural, qsgd4, qsgd4_random, qsgd2, terngrad, sign, topk. The reference, fp32, is always there.
+            int8, natural, qsgd4, qsgd4_random, qsgd2, terngrad, sign, topk, powersgd. The reference, fp32, is always
+            there.
         rounds: Number of rounds.
         repeats: Timed steps per visit.
         out: JSON file for the figures; its folder must exist.
@@ -67,8 +67,6 @@ def bench_comm(
     Raises:
         UsageError: If an argument is out of range, before anything is measured.
     """
-    if level != "allreduce":
-        raise UsageError(f"level={level!r} must be allreduce")
     if link not in LINKS:
         raise UsageError(f"link={link!r} must be one of {', '.join(LINKS)}")
     keys = chosen_rows(rows)
@@ -78,7 +76,7 @@ def bench_comm(
         raise UsageError(f"world_size={world_size} must be from 2 to 200")
     path = check_out(out)
     settings = {
-        "level": level, "world_size": world_size, "numel": numel, "link": link, "rounds": rounds, "repeats": repeats,
+        "world_size": world_size, "numel": numel, "link": link, "rounds": rounds, "repeats": repeats,
     }  # fmt: skip
     console = make_console()
     load = [os.getloadavg()]
@@ -186,9 +184,12 @@ def _speedups(own: Sequence[Mapping[str, Any]], visits: Sequence[Mapping[str, An
 
 
 def _formula(row: Row, numel: int, world_size: int) -> float | None:
-    """Payload bytes per rank; None for PowerSGD, whose hook decides by shape."""
+    """Payload bytes per rank; None for torch's PowerSGD, which has rules of its own."""
     if row.kind == "engine":
         codec = row.codec()
+        if isinstance(codec, PowerSGD):
+            factors = sum(codec.payload_bytes(shape) for shape in gradient_shapes(numel))
+            return 2 * (world_size - 1) / world_size * factors
         return sent_bytes(codec, numel, world_size, choose(codec, numel, world_size))
     return {"plain": dense_bytes(numel, world_size), "fp16": dense_bytes(numel, world_size) / 2}.get(row.kind)
 

@@ -12,14 +12,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
-from robustdist.bench.comm_rows import ROWS, Row
+from robustdist.bench.comm_rows import ROWS, Row, gradient_shapes
 from robustdist.bench.links import sent_by, transfer_rate
 from robustdist.comm.engine import CommEngine
 from robustdist.core.rng import derive_seed
 
 __all__ = ["measure"]
 
-_WIDTH = 1000  # gradients are square matrices of this width, as far as they fit
 _MIB = 2**20
 
 
@@ -57,12 +56,9 @@ class Bucket:
 
 def make_buckets(numel: int, *, one_bucket: bool) -> list[Bucket]:
     """Cut ``numel`` elements into matrices and those into buckets: the first of 1 MiB or more, others of 25."""
-    rows, rest = divmod(numel, _WIDTH)
-    shapes: list[tuple[int, ...]] = [(min(_WIDTH, rows - row), _WIDTH) for row in range(0, rows, _WIDTH)]
-    shapes += [(rest,)] if rest else []
     groups: list[dict[str, tuple[int, ...]]] = [{}]
     cap, size = _MIB, 0
-    for number, shape in enumerate(shapes):
+    for number, shape in enumerate(gradient_shapes(numel)):
         if size >= cap and not one_bucket:
             groups.append({})
             cap, size = 25 * _MIB, 0

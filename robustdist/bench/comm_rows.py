@@ -9,7 +9,9 @@ from typing import Any, Literal
 from robustdist.comm import Compressor, make_compressor
 from robustdist.errors import UsageError
 
-__all__ = ["PLAIN", "ROWS", "Row", "chosen_rows"]
+__all__ = ["PLAIN", "ROWS", "Row", "chosen_rows", "gradient_shapes"]
+
+_WIDTH = 1000
 
 #: Key of the row that ratios are to.
 PLAIN = "fp32"
@@ -58,7 +60,20 @@ ROWS = {
     "terngrad": Row("TernGrad", compressor="terngrad"),
     "sign": Row("Sign", compressor="sign"),
     "topk": Row("TopK(0.01)", compressor="topk", settings={"ratio": 0.01}),
+    "powersgd": Row("PowerSGD(4)", compressor="powersgd", settings={"rank": 4}),
 }  # fmt: skip
+
+
+def gradient_shapes(numel: int) -> list[tuple[int, ...]]:
+    """Return the shapes of ``numel`` gradients: matrices of 1000 x 1000, one with fewer rows, and what is left over.
+
+    Example:
+        >>> gradient_shapes(1_002_003)
+        [(1000, 1000), (2, 1000), (3,)]
+    """
+    rows, rest = divmod(numel, _WIDTH)
+    matrices = [(min(_WIDTH, rows - row), _WIDTH) for row in range(0, rows, _WIDTH)]
+    return [*matrices, *([(rest,)] if rest else [])]
 
 
 def chosen_rows(rows: Sequence[str] | None) -> list[str]:

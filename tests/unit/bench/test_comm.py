@@ -24,7 +24,6 @@ from robustdist.errors import UsageError
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"level": "fast"}, "level='fast' must be"),
         ({"world_size": 1}, "world_size=1"),
         ({"numel": 0}, "numel"),
         ({"rounds": 0}, "rounds"),
