@@ -46,8 +46,8 @@ def bench_comm(
     the output says so. The rate is measured in each run by a plain TCP transfer.
 
     Gradients are Gaussian noise in buckets as DDP makes them. Rows take turns, ``rounds`` times; a row is set up anew
-    for every visit and warmed up by one step, or by two where residuals are kept. Ratios are to the fp32 all-reduce of the same round. Codecs are also
-    timed alone, in processor time of one core.
+    for every visit and warmed up by one step, or by two where residuals are kept. Ratios are to the fp32 all-reduce of
+    the same round. Codecs are also timed alone, in processor time of one core.
 
     Args:
         world_size: Number of ranks.

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -62,12 +63,12 @@ def run_task(
                 with (folder / f"{rank}.log").open("w") as log:
                     command = [*links.command(rank), sys.executable, "-m", "robustdist.bench.ranks", name]
                     own = {**environment, "RANK": str(rank), "NODE_RANK": str(rank)}
-                    processes.append(subprocess.Popen(command, env=own, stderr=log, stdin=subprocess.DEVNULL))
+                    processes.append(subprocess.Popen(command, env=own, stderr=log, stdin=subprocess.PIPE))
             _wait(processes, folder, time.monotonic() + timeout, timeout)
         finally:
             for process in processes:
                 process.kill()
-                process.wait()
+                process.communicate()
         return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(world_size)]
 
 
@@ -93,7 +94,14 @@ def _last_words(log: Path) -> str:
     return (told or lines or ["no message"])[-1]
 
 
+def _follow() -> None:
+    """End with the benchmark, however that ends: its side of this pipe is then closed."""
+    os.read(0, 1)  # sys.stdin has a lock, which the end of the interpreter would find taken
+    os._exit(1)
+
+
 def _main(folder: Path) -> None:
+    threading.Thread(target=_follow, daemon=True).start()
     content = json.loads((folder / "task.json").read_text())
     module, function = TASKS[content["task"]]
     result = getattr(importlib.import_module(module), function)(**content["arguments"])

@@ -6,6 +6,7 @@ import json
 import os
 import socket
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -111,6 +112,36 @@ def test_ranks_that_hang_are_ended():
     with pytest.raises(RanksError, match=r"ranks \[0, 1\] did not end within 0 s"):
         run_task("reduce", task, links=Links("none"), world_size=2, timeout=0.1)
     assert time.monotonic() - begin < 30
+
+
+@pytest.mark.slow
+def test_ranks_and_links_end_with_a_benchmark_that_is_killed():
+    task = {"numel": 10**8, "rows": ["fp32"], "rounds": 1000, "repeats": 1}
+    code = (
+        "from robustdist.bench.links import open_links\n"
+        "from robustdist.bench.ranks import run_task\n"
+        "with open_links(2, '100mbit') as links:\n"
+        f"    run_task('reduce', {task!r}, links=links, world_size=2, timeout=600)\n"
+    )
+    bench = subprocess.Popen([sys.executable, "-c", code])
+    deadline = time.monotonic() + 60
+    while len(children := _children(bench.pid)) < 2 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    bench.kill()
+    bench.wait()
+    assert len(children) >= 2
+    while any(_alive(child) for child in children) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert [child for child in children if _alive(child)] == []
+
+
+def _children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def _alive(pid: int) -> bool:
+    status = Path(f"/proc/{pid}/stat")
+    return status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
 # --- figures
