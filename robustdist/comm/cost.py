@@ -23,6 +23,7 @@ __all__ = [
     "fastest",
     "keeps_residuals",
     "predict_seconds",
+    "segment_length",
     "sent_bytes",
 ]
 
@@ -111,6 +112,22 @@ def choose(
         return "gather"
     gathered, chunked = (sent_bytes(codec, numel, world_size, kind, sides) for kind in ("gather", "chunked"))
     return "gather" if gathered <= chunked else "chunked"
+
+
+def segment_length(
+    codec: Compressor, world_size: int, collective: Collective | Literal["auto"] = "auto", sides: int = 2
+) -> int:
+    """Return the elements to exchange at a time: 256 Ki, or a multiple that makes messages of 32 KiB, up to 4 Mi.
+
+    Shorter segments keep the link full on a busy machine; small messages cost processor time and headers.
+    """
+    length = 256 * 1024
+    while length < 4 * 1024 * 1024:
+        kind = choose(codec, length, world_size, collective, sides)
+        if codec.payload_bytes(length) >= 32 * 1024 * (1 if kind == "gather" else world_size):
+            break
+        length *= 2
+    return length
 
 
 def keeps_residuals(codec: Compressor) -> bool:

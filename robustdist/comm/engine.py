@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from queue import SimpleQueue
 from time import perf_counter
 from typing import Literal
@@ -38,7 +40,8 @@ class CommEngine(Reduction):
         sides: 2 encodes the averaged chunks too, 1 sends them as float32.
         collective: "auto", "chunked", "gather" or "native".
         small: Parameters of fewer elements travel uncompressed, together.
-        segment: Elements that are encoded while the ones before are on the wire.
+        segment: Elements that are encoded while the ones before are on the wire, by default as many as make messages
+            of 32 KiB, and 256 Ki or more.
         dynamic: Agree before each bucket on the parameters that have a gradient on any rank. The others are not sent,
             and nothing that is kept for them changes.
         timeout: Seconds after which a collective of the engine's own group fails; by default those of torch.
@@ -65,7 +68,7 @@ class CommEngine(Reduction):
         sides: int = 2,
         collective: Collective | Literal["auto"] = "auto",
         small: int = 1024,
-        segment: int = 256 * 1024,
+        segment: int | None = None,
         dynamic: bool = False,
         timeout: float | None = None,
     ) -> None:
@@ -189,28 +192,54 @@ class CommEngine(Reduction):
 
     def _run(self) -> None:
         torch.set_num_threads(1)
-        while (job := self._jobs.get()) is not None:
-            self._attempt(job)
+        under_way: deque[tuple[Job, float, Callable[[], None]]] = deque()
+        while True:
+            # to wait is what is done last; the order of collectives is that of the jobs in any case
+            if under_way and self._jobs.empty():
+                self._end(*under_way.popleft())
+                continue
+            job = self._jobs.get()
+            if isinstance(job, Job):
+                self._begin(job, under_way)
+            elif job is not None:
+                self._attempt(job, partial(self.use, job))
+            else:
+                break
+        for item in under_way:
+            self._end(*item)
 
-    def _attempt(self, job: Job | Compressor) -> None:
+    def _attempt(self, job: Job | Compressor, work: Callable[[], None]) -> None:
         try:
             if self._failed is not None:
                 raise self._failed
             self._wire.listen()
-            if isinstance(job, Compressor):
-                self.use(job)
-            else:
-                self._work(job)
+            with torch.no_grad():
+                work()
         except Exception as error:  # whatever it is, backward has to end with it
             self._failed = self._failed or self._wire.tell(error)
             if isinstance(job, Job):
                 job.future.set_exception(self._failed)  # type: ignore[arg-type]  # its annotation asks for a result
 
-    def _work(self, job: Job) -> None:
-        begin = perf_counter()
-        self.stats.begun += 1
-        with torch.no_grad():
-            self.reduce(job)
+    def _begin(self, job: Job, under_way: deque[tuple[Job, float, Callable[[], None]]]) -> None:
+        def work() -> None:
+            begin = perf_counter()
+            self.stats.begun += 1
+            finish = self.reduce(job)
+            if finish is None:
+                self._done(job, begin)
+            else:
+                under_way.append((job, begin, finish))
+
+        self._attempt(job, work)
+
+    def _end(self, job: Job, begin: float, finish: Callable[[], None]) -> None:
+        def work() -> None:
+            finish()
+            self._done(job, begin)
+
+        self._attempt(job, work)
+
+    def _done(self, job: Job, begin: float) -> None:
         self.stats.calls += 1
         self.stats.steps += job.step != self._times.step
         end = perf_counter()

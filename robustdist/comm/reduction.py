@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, Literal
 
 import torch
@@ -15,7 +15,7 @@ from robustdist.comm.bucket_ends import BucketEnds, make_ends
 from robustdist.comm.buckets import Bucket, Buckets, Cut, Signature
 from robustdist.comm.cast import Identity
 from robustdist.comm.collectives import Chunked, Exchange, Gather, Key, Native, chunks, run_pipelined
-from robustdist.comm.cost import Collective, choose, dense_bytes, keeps_residuals
+from robustdist.comm.cost import Collective, choose, dense_bytes, keeps_residuals, segment_length
 from robustdist.comm.error_feedback import ErrorFeedback, Memory, is_finite
 from robustdist.comm.jobs import Job, Stats
 from robustdist.comm.layout import Layout, Place
@@ -44,12 +44,13 @@ class Reduction:
         sides: int,
         collective: Collective | Literal["auto"],
         small: int,
-        segment: int,
+        segment: int | None,
         dynamic: bool,
         timeout: float | None,
     ) -> None:
         self.error_feedback, self.sides, self.collective = error_feedback, sides, collective
-        self.small, self.segment = check_count(small, "small"), check_count(segment, "segment")
+        self.small = check_count(small, "small")
+        self.segment = None if segment is None else check_count(segment, "segment")
         self.dynamic = dynamic
         self.codec = self._usable(codec)
         self.memory = self._make_memory(self.codec)
@@ -111,23 +112,22 @@ class Reduction:
         self._wire.compare(self._settings())
         self._buckets.recut()
 
-    def reduce(self, job: Job) -> None:
-        """Replace the gradients of a bucket by their means; a collective."""
+    def reduce(self, job: Job) -> Callable[[], None] | None:
+        """Replace the gradients of a bucket by their means; a collective.
+
+        Returns:
+            What is still to be done, without collectives, where nothing has to be decoded: waiting.
+        """
         numel = sum(grad.numel() for grad in job.grads.values())
         self.stats.bytes_dense += dense_bytes(numel, self.world_size)
         if self.world_size == 1:
             self.note = job.note or self.note
-            return
+            return None
         used, bits = job.grads, b""
         if self.dynamic:
             bits, used = used_anywhere(job.grads, self._wire.either, job.used)
         if isinstance(self.codec, Identity):
-            self._mean(job.buffer, used if len(used) < len(job.grads) else None)
-            if job.note:
-                note = torch.tensor(job.note, device=job.buffer.device)
-                self._wire.mean(note)
-                self.note = tuple(note.tolist())
-            return
+            return self._mean(job, used)
         bucket = self._buckets.find(job.grads, job.buffer, used, bits)
         layout, side = bucket.cut.layout, bucket.side(len(job.note) + 1)
         leftovers = self._leftovers(layout)
@@ -156,16 +156,28 @@ class Reduction:
                 if is_finite(place.of(side)):
                     self.memory.update(place.name, *side.new_zeros(2, place.numel))
         layout.store_sides(side, used)
+        return None
 
-    def _mean(self, buffer: Tensor, used: Mapping[str, Tensor] | None) -> None:
+    def _mean(self, job: Job, used: Mapping[str, Tensor]) -> Callable[[], None]:
         """Average all of a bucket, which is what DDP does by itself, bit for bit, or the gradients that are used."""
-        if used is None:
-            self._wire.mean(buffer)
-        elif used:
-            packed = torch.cat([grad.reshape(-1) for grad in used.values()])
-            self._wire.mean(packed)
-            for grad, mean in zip(used.values(), torch.split(packed, [g.numel() for g in used.values()]), strict=True):
-                grad.copy_(mean.view(grad.shape))
+        whole = len(used) == len(job.grads)
+        values = job.buffer if whole else job.buffer.new_empty(sum(grad.numel() for grad in used.values()))
+        parts = [] if whole else torch.split(values, [grad.numel() for grad in used.values()])
+        for grad, part in zip(used.values(), parts, strict=not whole):
+            part.view(grad.shape).copy_(grad)
+        waits = [self._wire.begin_mean(values)] if len(values) else []
+        note = torch.tensor(job.note, device=job.buffer.device)
+        if job.note:
+            waits.append(self._wire.begin_mean(note))
+
+        def finish() -> None:
+            for wait in waits:
+                wait()
+            for grad, part in zip(used.values(), parts, strict=not whole):
+                grad.copy_(part.view(grad.shape))
+            self.note = tuple(note.tolist()) or self.note
+
+        return finish
 
     def _leftovers(self, layout: Layout) -> list[Place]:
         """Return the parameters that now travel whole and have a residual from when they did not."""
@@ -187,7 +199,10 @@ class Reduction:
 
     def _segment(self) -> int:
         """Return the elements of a segment, a whole number of blocks."""
-        return -(-self.segment // self.codec.block) * self.codec.block
+        length = self.segment
+        if length is None:
+            length = segment_length(self.codec, self.world_size, self.collective, self.sides)
+        return -(-length // self.codec.block) * self.codec.block
 
     def _give_back(self, cut: Cut) -> None:
         """Let no owner keep anything of a chunk that is no longer its own."""

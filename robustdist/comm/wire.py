@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import traceback
 import uuid
+from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from time import perf_counter
 from typing import Any, cast
 
@@ -100,21 +102,23 @@ class Wire:
 
     def sum(self, values: Tensor, op: Any = dist.ReduceOp.SUM) -> None:
         """Replace values by their sum over the ranks, or by what another operation makes of them."""
+        self._begin(values, op)()
+
+    def _begin(self, values: Tensor, op: Any) -> Callable[[], None]:
+        """Start an all-reduce, and return what waits for it."""
         work = dist.all_reduce(values, op, group=self.group, async_op=True)
-        if values.device.type == "cpu":
-            self.wait(work)
-        else:
-            work.wait()  # of the stream, not of this thread
         self.stats.bytes_sent += int(dense_bytes(values.numel(), self.world_size) / 4 * values.element_size())
+        # on a device it is the stream that waits, not this thread
+        return partial(self.wait if values.device.type == "cpu" else _on_stream, work)
 
     def either(self, bits: Tensor) -> None:
         """Replace bytes by their bitwise OR over the ranks."""
         self.sum(bits, dist.ReduceOp.BOR)
 
-    def mean(self, values: Tensor) -> None:
-        """Replace values by their mean over the ranks."""
+    def begin_mean(self, values: Tensor) -> Callable[[], None]:
+        """Begin to replace values by their mean over the ranks, and return what waits for it."""
         values.mul_(1 / self.world_size)
-        self.sum(values)
+        return self._begin(values, dist.ReduceOp.SUM)
 
     # --- failures
 
@@ -139,3 +143,7 @@ class Wire:
         told = RankError(f"communication failed: {self._roll_call.call(text)}")
         told.__cause__ = error
         return told
+
+
+def _on_stream(work: dist.Work) -> None:
+    work.wait()

@@ -74,7 +74,8 @@ class CompressedDDPStrategy(DDPStrategy):
             for any number of processes. "per_rank": all of it, for a continuation that is exact to the bit with the
             same number. "reset": nothing.
         small: Parameters with fewer elements travel uncompressed, together.
-        segment: Elements that are encoded while the ones before are on the wire.
+        segment: Elements that are encoded while the ones before are on the wire, by default as many as make messages
+            of 32 KiB, and 256 Ki or more.
         timeout: Time after which a process that does not answer is given up.
         start_method: How processes are started, as in DDPStrategy.
         **options: Of DDPStrategy and of torch's DistributedDataParallel, such as ``find_unused_parameters``.
@@ -95,7 +96,7 @@ class CompressedDDPStrategy(DDPStrategy):
         groups: Literal["ddp", "auto"] | Sequence[Sequence[str]] = "ddp",
         residuals: Residuals = "reduced",
         small: int = 1024,
-        segment: int = 256 * 1024,
+        segment: int | None = None,
         timeout: timedelta | None = timedelta(minutes=30),
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         **options: Any,

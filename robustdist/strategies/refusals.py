@@ -31,7 +31,7 @@ _MAX_SKIPPED = 100
 _HOOKS = ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period")
 
 
-def check_options(options: Mapping[str, Any], *, residuals: str, small: int, segment: int) -> None:
+def check_options(options: Mapping[str, Any], *, residuals: str, small: int, segment: int | None) -> None:
     """Refuse values out of range, and options of DDPStrategy that would put another hook in the place of ours.
 
     Raises:
@@ -40,7 +40,8 @@ def check_options(options: Mapping[str, Any], *, residuals: str, small: int, seg
     if residuals not in RESIDUALS:
         raise UsageError(f"residuals={residuals!r} must be one of {', '.join(RESIDUALS)}")
     check_count(small, "small")
-    check_count(segment, "segment")
+    if segment is not None:
+        check_count(segment, "segment")
     for name in _HOOKS:
         if options.get(name) is not None:
             raise UsageError(

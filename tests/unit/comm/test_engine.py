@@ -30,7 +30,7 @@ from robustdist.comm import (
     TopK,
 )
 from robustdist.comm.collectives import Chunked, Gather, Key, Native, chunks, run_pipelined
-from robustdist.comm.cost import choose, dense_bytes, sent_bytes
+from robustdist.comm.cost import choose, dense_bytes, segment_length, sent_bytes
 from robustdist.comm.ends import Whole
 from robustdist.comm.engine import CommEngine
 from robustdist.core.testing import run_ranks
@@ -110,6 +110,20 @@ def test_chunks_cover_everything_once_at_blocks():
             assert [begin for begin, _ in ranges][1:] == [end for _, end in ranges][:-1]
             assert (ranges[0][0], ranges[-1][1]) == (0, numel)
             assert all(begin % 512 == 0 or begin == numel for begin, _ in ranges)
+
+
+@pytest.mark.parametrize("codec", [Int8(), QSGD(4), Sign(), TopK(0.01), TopK(0.0001), BF16(), RandomK(0.01)], ids=repr)
+@pytest.mark.parametrize("world_size", [2, 4, 8])
+def test_a_segment_is_the_shortest_that_makes_long_messages(codec, world_size):
+    length = segment_length(codec, world_size)
+
+    def message(numel: int) -> int:
+        parts = 1 if choose(codec, numel, world_size) == "gather" else world_size
+        return codec.payload_bytes(numel) // parts
+
+    assert length % 2**18 == 0
+    assert message(length) >= 2**15 or length == 2**22
+    assert message(length // 2) < 2**15 or length == 2**18
 
 
 def test_the_choice_of_a_collective():

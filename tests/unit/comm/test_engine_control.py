@@ -265,6 +265,22 @@ def test_each_bucket_of_a_step_has_its_times():
         assert rank == 1 or groups[2].exposed > 0.2
 
 
+def test_identity_has_many_buckets_under_way_and_ends_all_of_them():
+    def run(rank: int) -> bool:
+        engine = CommEngine(Identity())
+        sent = [gradients(rank, step) for step in range(6)]
+        futures = [engine.submit(*pair, step=step, note=[step + rank]) for step, pair in enumerate(sent)]
+        engine.close()  # without having waited for any
+        means = [sum(gradients(other, step)[1] / 3 for other in range(3)) for step in range(6)]
+        assert engine.note == pytest.approx((6.0,))
+        assert engine.comm_stats()["calls"] == 6
+        for future, mean in zip(futures, means, strict=True):
+            torch.testing.assert_close(future.value(), mean)
+        return True
+
+    assert all(run_ranks(run, 3))
+
+
 @pytest.mark.parametrize("codec", [Identity(), Int8()], ids=repr)
 def test_waiting_and_coding_are_counted_apart(codec):
     def run(rank: int) -> dict[str, float]:
