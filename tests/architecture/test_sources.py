@@ -33,15 +33,45 @@ MAY_IMPORT: dict[str, set[str]] = {
     "attacks": {*_GROUND, "core"},
     "comm": {*_GROUND, "core"},
     "optim": {*_GROUND, "core"},
+    "pruning": {*_GROUND, "core"},
     "report": {*_GROUND, "core"},
     "objectives": _BELOW_OBJECTIVES,
     "evaluation": {*_BELOW_OBJECTIVES, "report"},
     "diagnostics": {*_BELOW_OBJECTIVES, "report", "evaluation"},
-    "bench": {*_BELOW_OBJECTIVES, "objectives", "evaluation", "callbacks", "comm", "strategies", "data", "_lightning"},
+    "bench": {
+        *_BELOW_OBJECTIVES,
+        "objectives",
+        "evaluation",
+        "callbacks",
+        "comm",
+        "pruning",
+        "strategies",
+        "data",
+        "_lightning",
+    },
     "data": {*_GROUND, "core", "_lightning"},
-    "callbacks": {*_BELOW_OBJECTIVES, "objectives", "evaluation", "diagnostics", "report", "strategies", "_lightning"},
+    "callbacks": {
+        *_BELOW_OBJECTIVES,
+        "objectives",
+        "evaluation",
+        "diagnostics",
+        "pruning",
+        "report",
+        "strategies",
+        "_lightning",
+    },
     "strategies": {*_GROUND, "core", "comm", "optim", "_lightning"},
-    "cli": {*_BELOW_OBJECTIVES, "evaluation", "callbacks", "report", "bench", "data", "_lightning", "__init__"},
+    "cli": {
+        *_BELOW_OBJECTIVES,
+        "evaluation",
+        "callbacks",
+        "pruning",
+        "report",
+        "bench",
+        "data",
+        "_lightning",
+        "__init__",
+    },
     "configs": set(),
     "__main__": {"cli"},
 }
@@ -57,6 +87,7 @@ MAY_USE: dict[str, set[str]] = {
     "attacks": _TORCH,
     "comm": _TORCH,
     "optim": _TORCH,
+    "pruning": _TORCH,
     "report": {*_TORCH, "rich"},
     "objectives": _TORCH,
     "evaluation": _TORCH,
@@ -169,7 +200,7 @@ def test_the_table_is_used_and_has_no_circle():
 
 
 def test_sibling_algorithms_do_not_know_each_other():
-    siblings = {"attacks", "comm", "optim", "report", "data"}
+    siblings = {"attacks", "comm", "optim", "pruning", "report", "data"}
     assert {part: MAY_IMPORT[part] & siblings for part in siblings} == {part: set() for part in siblings}
 
 
