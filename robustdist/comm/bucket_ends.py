@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,10 +12,11 @@ from torch import Tensor
 
 from robustdist.comm.base import Compressor
 from robustdist.comm.ends import Ends
-from robustdist.comm.error_feedback import ErrorFeedback, Memory, is_finite
+from robustdist.comm.error_feedback import ErrorFeedback, Memory
 from robustdist.comm.layout import Layout, Piece
 from robustdist.comm.residuals import Residuals
 from robustdist.comm.scratch import scratch
+from robustdist.comm.verdicts import Verdicts, is_finite
 
 __all__ = ["BucketEnds", "make_ends"]
 
@@ -43,7 +45,11 @@ class BucketEnds(Ends, ABC):
 
     @abstractmethod
     def finish(self) -> list[str]:
-        """End the step, and return the parameters whose mean is not finite, if there is a memory."""
+        """End the step, and return the parameters whose mean is known not to be finite, if there is a memory."""
+
+    def undo_bad(self) -> list[str]:
+        """Undo what led to means that are not finite, and return the parameters."""
+        return []
 
 
 class GradientEnds(BucketEnds):
@@ -54,16 +60,17 @@ class GradientEnds(BucketEnds):
 
     Args:
         memory: Residuals by name, or None.
+        verdicts: Finds what is not finite; if it does so later, :meth:`undo_bad` has to be called after it did.
         *bucket: As in :class:`BucketEnds`.
     """
 
-    def __init__(self, memory: ErrorFeedback | None, *bucket: Any) -> None:
+    def __init__(self, memory: ErrorFeedback | None, verdicts: Verdicts, *bucket: Any) -> None:
         super().__init__(*bucket)
-        self.memory, self.keeps = memory, memory is not None
+        self.memory, self.verdicts, self.keeps = memory, verdicts, memory is not None
         # a copy where the order in memory is another one, such as channels_last
         self._flat = {place.name: self.grads[place.name].reshape(-1) for place in self.layout.places}
         whole = [Piece(place.name, 0, place.start, place.numel) for place in self.layout.places]
-        self._residuals = None if memory is None else Residuals(memory, whole, self.scale)
+        self._residuals = None if memory is None else Residuals(memory, whole, self.scale, verdicts)
         self._bad: dict[str, None] = {}  # in order
 
     def load(self, begin: int, length: int) -> Tensor:
@@ -88,18 +95,22 @@ class GradientEnds(BucketEnds):
 
     def store(self, begin: int, mean: Tensor) -> None:
         """Overwrite the gradients."""
-        finite = self.memory is None or is_finite(mean)
+        doubtful = self.memory is not None and (self.verdicts.later or not is_finite(mean))
         for piece in self.layout.pieces(begin, begin + len(mean)):
             part = mean[piece.start - begin : piece.start - begin + piece.length]
             self._of(piece).copy_(part)
-            if not finite and not is_finite(part):
-                self._bad[piece.name] = None
+            if doubtful:
+                self.verdicts.bad(part, partial(self._bad.setdefault, piece.name))
 
     def finish(self) -> list[str]:
-        """Undo what led to means that are not finite, on all ranks alike; write back what is no view."""
+        """Write back what is no view, and :meth:`undo_bad`, which all ranks do alike."""
         for name, flat in self._flat.items():
             if flat.data_ptr() != self.grads[name].data_ptr():
                 self.grads[name].copy_(flat.view(self.grads[name].shape))
+        return self.undo_bad()
+
+    def undo_bad(self) -> list[str]:
+        """Undo the residuals."""
         if self.memory is not None:
             for name in self._bad:
                 self.memory.undo(name)
@@ -156,7 +167,13 @@ class MemoryEnds(BucketEnds):
 
 
 def make_ends(
-    layout: Layout, grads: Mapping[str, Tensor], codec: Compressor, memory: Memory | None, *, scale: float = 1.0
+    layout: Layout,
+    grads: Mapping[str, Tensor],
+    codec: Compressor,
+    memory: Memory | None,
+    *,
+    scale: float = 1.0,
+    verdicts: Verdicts | None = None,
 ) -> BucketEnds:
     """Return the ends for the gradients of a bucket; see :class:`BucketEnds`.
 
@@ -166,7 +183,8 @@ def make_ends(
         codec: Says what stands in the gaps.
         memory: What is remembered of the gradients.
         scale: Factor of a gradient scaler that they carry.
+        verdicts: Finds what is not finite, by default at once.
     """
     if memory is None or isinstance(memory, ErrorFeedback):
-        return GradientEnds(memory, layout, grads, codec, scale)
+        return GradientEnds(memory, verdicts or Verdicts(), layout, grads, codec, scale)
     return MemoryEnds(memory, layout, grads, codec, scale)

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from robustdist.comm.base import RememberingCompressor
-from robustdist.comm.error_feedback import Memory, is_finite
+from robustdist.comm.error_feedback import Memory
 from robustdist.comm.sparsify import TopK
+from robustdist.comm.verdicts import is_finite
 from robustdist.errors import UsageError
 from robustdist.types import Number, parse_number
 

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from robustdist.comm.base import Compressor, Payload, RememberingCompressor
-from robustdist.comm.error_feedback import Memory, is_finite
+from robustdist.comm.error_feedback import Memory
 from robustdist.comm.sparsify import TopK
+from robustdist.comm.verdicts import is_finite
 from robustdist.errors import UsageError
 
 __all__ = ["EF21", "EF21Memory"]

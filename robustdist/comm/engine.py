@@ -1,4 +1,4 @@
-"""One thread per process that takes buckets of gradients through the codec and the network, in order."""
+"""Takes buckets of gradients through the codec and the network in order, in a thread or where they are handed over."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from robustdist.comm.base import Compressor
 from robustdist.comm.cost import Collective
 from robustdist.comm.grouping import Group
 from robustdist.comm.jobs import Job, Times
+from robustdist.comm.own_stream import OwnStream
 from robustdist.comm.reduction import Reduction
 from robustdist.comm.wire import RankError
 from robustdist.errors import RobustDistWarning
@@ -30,7 +31,9 @@ class CommEngine(Reduction):
     """Means of named gradients over the ranks of a group, through a codec, in a thread of its own.
 
     :meth:`submit` returns at once; buckets are worked on in the order of the calls, which must be equal on all ranks.
-    After each bucket the ranks tell each other whether they failed, and if one did, all of them raise its text.
+    After each bucket the ranks tell each other whether they failed, and if one did, all of them raise its text. With
+    NCCL there is no thread, see ``inline``: the device is given all the work at once and the host waits in
+    :meth:`settle`.
 
     Args:
         codec: The codec; with error feedback its contractive form is used.
@@ -45,6 +48,8 @@ class CommEngine(Reduction):
         dynamic: Agree before each bucket on the parameters that have a gradient on any rank. The others are not sent,
             and nothing that is kept for them changes.
         timeout: Seconds after which a collective of the engine's own group fails; by default those of torch.
+        inline: Work in :meth:`submit` instead of in a thread, on a stream of its own where gradients are on a CUDA
+            device; by default with NCCL, and only there. What a step led to is then learnt in :meth:`settle`.
 
     Attributes:
         codec: The codec in use, in the form in which it is used.
@@ -71,6 +76,7 @@ class CommEngine(Reduction):
         segment: int | None = None,
         dynamic: bool = False,
         timeout: float | None = None,
+        inline: bool | None = None,
     ) -> None:
         super().__init__(
             codec,
@@ -82,12 +88,16 @@ class CommEngine(Reduction):
             segment=segment,
             dynamic=dynamic,
             timeout=timeout,
+            inline=inline,
         )
         self._failed: BaseException | None = None
         self._times = Times()
         self._jobs: SimpleQueue[Job | Compressor | None] = SimpleQueue()
+        self._stream, self._device = OwnStream(), torch.device("cpu")
+        self._closed = False
         self._thread = threading.Thread(target=self._run, name="robustdist-comm", daemon=True)
-        self._thread.start()
+        if not self.inline:
+            self._thread.start()
 
     # --- for the thread of the caller
 
@@ -112,9 +122,13 @@ class CommEngine(Reduction):
                 one of an earlier step. By default those whose gradient has an entry other than zero.
         """
         self._check_open()
-        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        future = self._stream.future(buffer.device)
         known = None if used is None else frozenset(used)
-        self._jobs.put(Job(dict(grads), buffer, future, step, tuple(map(float, note)), perf_counter(), known))
+        job = Job(dict(grads), buffer, future, step, tuple(map(float, note)), perf_counter(), known)
+        if self.inline:
+            self._work(job)
+        else:
+            self._jobs.put(job)
         return future
 
     def change(self, codec: Compressor) -> None:
@@ -127,7 +141,11 @@ class CommEngine(Reduction):
                 bucket on, if they do not change to the same codec.
         """
         self._check_open()
-        self._jobs.put(self.check(codec))
+        codec = self.check(codec)
+        if self.inline:
+            self._attempt(codec, partial(self.use, codec))
+        else:
+            self._jobs.put(codec)
 
     def report(self, error: Exception) -> Exception:
         """Tell the other ranks that this one failed outside of the engine, so that none waits for it.
@@ -138,12 +156,13 @@ class CommEngine(Reduction):
         return self._wire.tell(error)
 
     def close(self, *, seconds: float = 30.0) -> None:
-        """End the thread once all buckets are done, and destroy the group if the engine made it.
+        """End the thread, if there is one, once all buckets are done; destroy the group if the engine made it.
 
         Args:
             seconds: How long to wait without seeing a bucket done. A thread that still waits for other ranks then is
                 left to the end of the process, with a warning.
         """
+        self._closed = True
         self._jobs.put(None)
         calls = -1
         while self._thread.is_alive() and calls != self.stats.calls:
@@ -185,8 +204,31 @@ class CommEngine(Reduction):
         return self._times.groups()
 
     def _check_open(self) -> None:
-        if not self._thread.is_alive():
+        if self._closed:
             raise RuntimeError("the engine was closed: make a new one")
+
+    # --- without a thread
+
+    def _work(self, job: Job) -> None:
+        """Take a bucket through all stages; the host waits only for a device that it has to ask something."""
+        self._device = job.buffer.device
+        with self._stream.after_caller(self._device):
+            under_way: deque[tuple[Job, float, Callable[[], None]]] = deque()
+            self._begin(job, under_way)
+            for item in under_way:
+                self._end(*item)
+
+    def _settle(self) -> None:
+        if not self.inline:
+            super()._settle()
+            return
+        try:
+            with self._stream.after_caller(self._device):
+                self._wire.wait_for_stream(self._device)
+                super()._settle()
+        except RankError as error:
+            self._failed = self._failed or error
+            raise
 
     # --- for the thread of the engine
 
@@ -223,6 +265,8 @@ class CommEngine(Reduction):
     def _begin(self, job: Job, under_way: deque[tuple[Job, float, Callable[[], None]]]) -> None:
         def work() -> None:
             begin = perf_counter()
+            if job.step != self._times.step:
+                self.settle()
             self.stats.begun += 1
             finish = self.reduce(job)
             if finish is None:

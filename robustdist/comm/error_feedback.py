@@ -10,9 +10,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from robustdist.comm.verdicts import is_finite
 from robustdist.errors import UsageError
 
-__all__ = ["ErrorFeedback", "Memory", "is_finite"]
+__all__ = ["ErrorFeedback", "Memory"]
 
 
 class Memory(ABC):
@@ -226,10 +227,5 @@ class ErrorFeedback(Memory):
             self._kept[name] = {"residual": torch.zeros(numel, dtype=self.dtype, device=error.device)}
         for vectors in (self._kept, self._changed):
             if name in vectors:
-                vectors[name]["residual"][offset : offset + len(error)].add_(error)
-
-
-def is_finite(x: Tensor) -> bool:
-    """Whether all entries are finite, without a temporary of the size of ``x`` in the usual case."""
-    # a finite sum cannot have a non-finite term; an infinite one may be an overflow
-    return math.isfinite(x.sum().item()) or bool(torch.isfinite(x).all())
+                kept = vectors[name]["residual"]  # one that was loaded may be on the CPU
+                kept[offset : offset + len(error)].add_(error.to(kept.device))

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from robustdist.comm.base import Compressor
-from robustdist.comm.error_feedback import is_finite
 from robustdist.comm.tiles import floats
+from robustdist.comm.verdicts import is_finite
 from robustdist.types import check_count
 
 __all__ = ["PowerSGD", "orthonormalise"]

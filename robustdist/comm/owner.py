@@ -10,6 +10,7 @@ from torch import Tensor
 from robustdist.comm.error_feedback import ErrorFeedback
 from robustdist.comm.layout import Layout, Piece
 from robustdist.comm.residuals import Residuals
+from robustdist.comm.verdicts import Verdicts
 
 __all__ = ["OwnerResiduals"]
 
@@ -25,9 +26,9 @@ class OwnerResiduals(ErrorFeedback):
         super().__init__()
         self._pieces: dict[str, Piece] = {}
 
-    def view(self, layout: Layout, scale: float) -> _ChunkResiduals:
+    def view(self, layout: Layout, scale: float, verdicts: Verdicts | None = None) -> _ChunkResiduals:
         """Return what one exchange needs."""
-        return _ChunkResiduals(self, layout, scale)
+        return _ChunkResiduals(self, layout, scale, verdicts or Verdicts())
 
     def pieces(self, layout: Layout, begin: int, length: int) -> list[Piece]:
         """Return the pieces in a chunk of ``length`` elements from ``begin`` of the flat buffer, by their own names."""
@@ -86,12 +87,13 @@ def _key(piece: Piece) -> str:
 class _ChunkResiduals:
     """The :class:`~robustdist.comm.ends.Owner` of one exchange."""
 
-    def __init__(self, residuals: OwnerResiduals, layout: Layout, scale: float) -> None:
-        self._all, self._layout, self._scale = residuals, layout, scale
+    def __init__(self, residuals: OwnerResiduals, layout: Layout, scale: float, verdicts: Verdicts) -> None:
+        self._all, self._layout, self._scale, self._verdicts = residuals, layout, scale, verdicts
 
     def open(self, begin: int, length: int) -> None:
         """Find the pieces of the chunk."""
-        self._own = Residuals(self._all, self._all.pieces(self._layout, begin, length), self._scale)
+        pieces = self._all.pieces(self._layout, begin, length)
+        self._own = Residuals(self._all, pieces, self._scale, self._verdicts)
 
     def prepare(self, begin: int, mean: Tensor) -> None:
         """Add the residuals."""

@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from robustdist.comm.collectives import Exchange
-from robustdist.comm.error_feedback import is_finite
 from robustdist.comm.layout import Place
 from robustdist.comm.low_rank import PowerSGD, orthonormalise
 from robustdist.comm.scratch import scratch
+from robustdist.comm.verdicts import is_finite
 
 __all__ = ["LowRank", "WarmStarts", "is_low_rank"]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -16,12 +17,13 @@ from robustdist.comm.buckets import Bucket, Buckets, Cut, Signature
 from robustdist.comm.cast import Identity
 from robustdist.comm.collectives import Chunked, Exchange, Gather, Key, Native, chunks, run_pipelined
 from robustdist.comm.cost import Collective, choose, dense_bytes, keeps_residuals, segment_length
-from robustdist.comm.error_feedback import ErrorFeedback, Memory, is_finite
+from robustdist.comm.error_feedback import ErrorFeedback, Memory
 from robustdist.comm.jobs import Job, Stats
 from robustdist.comm.layout import Layout, Place
 from robustdist.comm.low_rank import PowerSGD
 from robustdist.comm.owner import OwnerResiduals
 from robustdist.comm.power_iteration import LowRank, WarmStarts, is_low_rank
+from robustdist.comm.verdicts import Verdicts, is_finite
 from robustdist.comm.wire import Wire
 from robustdist.errors import UsageError
 from robustdist.types import check_count
@@ -47,6 +49,7 @@ class Reduction:
         segment: int | None,
         dynamic: bool,
         timeout: float | None,
+        inline: bool | None,
     ) -> None:
         self.error_feedback, self.sides, self.collective = error_feedback, sides, collective
         self.small = check_count(small, "small")
@@ -66,6 +69,10 @@ class Reduction:
         self.stats = Stats()
         self._wire = Wire(group, timeout, self.stats)
         self.rank, self.world_size = self._wire.rank, self._wire.world_size
+        self.inline = self._wire.nccl if inline is None else inline
+        self._verdicts = Verdicts(later=self.inline)
+        self._unsettled: list[BucketEnds] = []
+        self._answers: list[tuple[Tensor, Exception | None]] = []
         self._wire.open(self._settings())
         self._buckets = Buckets(self._cut, self._give_back)
 
@@ -75,6 +82,7 @@ class Reduction:
         Args:
             names: Parameters that were stepped, if not all.
         """
+        self.settle()
         for memory in self._memories():
             memory.commit(names)
         self._starts.commit()
@@ -85,9 +93,22 @@ class Reduction:
         Args:
             names: Parameters that were not stepped, if not all.
         """
+        self.settle()
         for memory in self._memories():
             memory.rollback(names)
         self._starts.rollback()
+
+    def settle(self) -> None:
+        """Learn what came of the buckets since the last call: failures, notes, and means that are not finite.
+
+        Only an ``inline`` engine leaves this to the end of a step, because the host has to wait for it. All ranks must
+        call it at the same place; :meth:`commit` and :meth:`rollback` do.
+
+        Raises:
+            RankError: If a rank failed, on all of them.
+        """
+        if self.inline and (self._answers or self._unsettled):
+            self._settle()
 
     def reset(self) -> None:
         """Forget all residuals."""
@@ -125,7 +146,8 @@ class Reduction:
             return None
         used, bits = job.grads, b""
         if self.dynamic:
-            bits, used = used_anywhere(job.grads, self._wire.either, job.used)
+            either = partial(self._wire.either, device=job.buffer.device)
+            bits, used = used_anywhere(job.grads, either, job.used)
         if isinstance(self.codec, Identity):
             return self._mean(job, used)
         bucket = self._buckets.find(job.grads, job.buffer, used, bits)
@@ -139,16 +161,15 @@ class Reduction:
                     self.memory.prepare(place.name, place.of(side), scale=self.scale)
         except Exception as error:  # told to all ranks below
             errors.append(error)
-        ends = make_ends(layout, used, self.codec, self.memory, scale=self.scale)
+        ends = make_ends(layout, used, self.codec, self.memory, scale=self.scale, verdicts=self._verdicts)
         exchanges = self._exchanges(bucket, ends, job)
         self.stats.bytes_sent += run_pipelined(exchanges)
         self.stats.codec_seconds += sum(exchange.codec_seconds for exchange in exchanges)
         errors += [exchange.error for exchange in exchanges if exchange.error is not None]
         self._meet(side, job.note, errors)
-        for name in ends.finish():
-            self.nonfinite = name
-            if self.owned is not None:
-                self.owned.undo_parameter(name)
+        self._spoilt(ends.finish())
+        if self.inline:
+            self._unsettled.append(ends)
         if self.memory is not None:
             for place in layout.sides:
                 self.memory.dense(place.name, place.of(side), scale=self.scale)
@@ -175,7 +196,8 @@ class Reduction:
                 wait()
             for grad, part in zip(used.values(), parts, strict=not whole):
                 grad.copy_(part.view(grad.shape))
-            self.note = tuple(note.tolist()) or self.note
+            if job.note:
+                self._learn(torch.cat([note, note.new_zeros(1)]), None)
 
         return finish
 
@@ -233,26 +255,51 @@ class Reduction:
             key = Key(job.step, f"{layout.places[0].name}/{begin}")
             stretch = (ends, begin, numel, self.codec, self._wire.group, key)
             if kind == "chunked":
-                owner = None if self.owned is None else self.owned.view(layout, self.scale)
+                owner = None if self.owned is None else self.owned.view(layout, self.scale, self._verdicts)
                 exchanges.append(Chunked(*stretch, sides=self.sides, owner=owner, **common))
             else:
                 exchanges.append((Gather if kind == "gather" else Native)(*stretch, **common))
         return exchanges
 
     def _meet(self, side: Tensor, note: tuple[float, ...], errors: list[Exception]) -> None:
-        """Reduce the small parameters and the note; the last element counts failed ranks: all raise if there is one."""
+        """Reduce the small parameters and the note; the last element counts failed ranks."""
         end = len(side) - 1 - len(note)
-        side[end:-1] = torch.tensor(note)
+        if note:
+            side[end:-1] = torch.tensor(note)
         side.mul_(1 / self.world_size)
         side[-1] = float(bool(errors))
         self._wire.sum(side)
-        if side[-1] != 0:
-            self._wire.confess(errors[0] if errors else None)
-        self.note = tuple(side[end:-1].tolist()) or self.note
+        self._learn(side[end:], errors[0] if errors else None)
+
+    def _learn(self, answer: Tensor, error: Exception | None) -> None:
+        """Take the mean note and the count of failed ranks."""
+        self._answers.append((answer.clone() if self.inline else answer, error))
+        if not self.inline:
+            self._settle()
+
+    def _settle(self) -> None:
+        answers, self._answers = self._answers, []
+        ends, self._unsettled = self._unsettled, []
+        told = [(answer.tolist(), error) for answer, error in answers]
+        self._verdicts.settle()
+        for each in ends:
+            self._spoilt(each.undo_bad())
+        failed = [error for values, error in told if values[-1] != 0]
+        if failed:
+            self._wire.confess(next((error for error in failed if error is not None), None))
+        for values, _ in told:
+            self.note = tuple(values[:-1]) or self.note
+
+    def _spoilt(self, names: Collection[str]) -> None:
+        """Undo what owners keep of parameters whose mean is not finite."""
+        for name in names:
+            self.nonfinite = name
+            if self.owned is not None:
+                self.owned.undo_parameter(name)
 
     def _settings(self) -> str:
         options = (self.error_feedback, self.sides, self.collective, self.small, self.segment, self.dynamic)
-        return repr((self.codec, *options))
+        return repr((self.codec, *options, *(["inline"] if self.inline else [])))
 
     def _usable(self, codec: Compressor) -> Compressor:
         """Return the form of a codec that can be used here."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from robustdist.comm.error_feedback import ErrorFeedback, is_finite
+from robustdist.comm.error_feedback import ErrorFeedback
 from robustdist.comm.layout import Piece
+from robustdist.comm.verdicts import Verdicts
 
 __all__ = ["Residuals"]
 
@@ -23,10 +25,11 @@ class Residuals:
         memory: Keeps a vector per name, of the length of the piece.
         pieces: Names with their places, in ascending order; ``offset`` plays no role.
         scale: Factor that the values carry and the residuals do not.
+        verdicts: Finds what is not finite.
     """
 
-    def __init__(self, memory: ErrorFeedback, pieces: Sequence[Piece], scale: float) -> None:
-        self.memory, self.pieces, self.scale = memory, pieces, scale
+    def __init__(self, memory: ErrorFeedback, pieces: Sequence[Piece], scale: float, verdicts: Verdicts) -> None:
+        self.memory, self.pieces, self.scale, self.verdicts = memory, pieces, scale, verdicts
         self._starts = [piece.start for piece in pieces]
         self._vectors: dict[str, tuple[Tensor | None, Tensor]] = {}
         self._bad: set[str] = set()
@@ -48,9 +51,8 @@ class Residuals:
             torch.sub(part, sent[offset : offset + len(part)], out=new)
             if self.scale != 1.0:
                 new.div_(self.scale)
-            if not is_finite(new):
+            if self.verdicts.bad(new, partial(self.memory.undo, piece.name)):
                 self._bad.add(piece.name)
-                self.memory.undo(piece.name)
 
     def _open(self, piece: Piece, like: Tensor) -> tuple[Tensor | None, Tensor]:
         if piece.name not in self._vectors:

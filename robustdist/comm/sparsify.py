@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from robustdist.comm.base import Compressor, count
-from robustdist.comm.error_feedback import is_finite
 from robustdist.comm.scratch import TILE, scratch
 from robustdist.comm.tiles import TileCodec, floats
+from robustdist.comm.verdicts import is_finite
 from robustdist.errors import UsageError
 from robustdist.types import Number, parse_number
 

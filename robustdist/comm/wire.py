@@ -7,12 +7,14 @@ import uuid
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
-from time import perf_counter
+from time import perf_counter, sleep
 from typing import Any, cast
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from robustdist.comm.bitpack import pack, unpack
 from robustdist.comm.cost import dense_bytes
 from robustdist.comm.jobs import Stats
 from robustdist.comm.roll_call import RollCall
@@ -51,6 +53,7 @@ class Wire:
             group = cast("dist.ProcessGroup", dist.new_group(timeout=limit))
         self.group, self.stats = group, stats
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
+        self.nccl = "nccl" in str(dist.get_backend(group))
         self._roll_call: RollCall | None = None
 
     def open(self, settings: str) -> None:
@@ -111,14 +114,36 @@ class Wire:
         # on a device it is the stream that waits, not this thread
         return partial(self.wait if values.device.type == "cpu" else _on_stream, work)
 
-    def either(self, bits: Tensor) -> None:
-        """Replace bytes by their bitwise OR over the ranks."""
-        self.sum(bits, dist.ReduceOp.BOR)
+    def either(self, bits: Tensor, device: torch.device) -> None:
+        """Replace bytes by their bitwise OR over the ranks.
+
+        Args:
+            bits: On the CPU.
+            device: Where NCCL, which has neither bitwise operations nor tensors of the CPU, can take their bits.
+        """
+        if not self.nccl:
+            self.sum(bits, dist.ReduceOp.BOR)
+            return
+        flags = torch.empty(8 * len(bits), dtype=torch.uint8)
+        unpack(bits, 1, flags)
+        there = flags.to(device)
+        self.sum(there, dist.ReduceOp.MAX)
+        pack(there.cpu(), 1, bits)
 
     def begin_mean(self, values: Tensor) -> Callable[[], None]:
         """Begin to replace values by their mean over the ranks, and return what waits for it."""
         values.mul_(1 / self.world_size)
         return self._begin(values, dist.ReduceOp.SUM)
+
+    def wait_for_stream(self, device: torch.device) -> None:
+        """Let this thread wait for the present stream of a device, and hear of failures meanwhile."""
+        if device.type != "cuda":
+            return
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        while not event.query():  # type: ignore[no-untyped-call]
+            self.listen()
+            sleep(1e-4)
 
     # --- failures
 

@@ -278,8 +278,10 @@ class CompressedDDPStrategy(DDPStrategy):
             self._planner.begin_backward()
 
     def post_backward(self, closure_loss: Tensor) -> None:
-        """Count how long backward waited for the network after its own work was done."""
+        """Learn of failures, and count how long backward waited for the network after its own work was done."""
         super().post_backward(closure_loss)
+        if self.engine is not None:
+            self.engine.settle()  # before the optimiser steps on what a failed process has sent
         if self._last_hook is not None:
             self._step_wait = perf_counter() - self._last_hook
             self._wait_seconds += self._step_wait
@@ -340,9 +342,6 @@ class CompressedDDPStrategy(DDPStrategy):
         if groups is not None:
             self._planner = None
             self._router = BucketRouter([group.names for group in groups], join=True)
-            waits = sum(group.exposed for group in groups)
-            sizes = ", ".join(f"{group.num_bytes / 2**20:.1f}" for group in groups)
-            rank_zero_info(f"groups='auto': {len(groups)} of {sizes} MiB; {1000 * waits:.0f} ms of waiting predicted")
 
     def _scaler(self) -> Any:
         return getattr(self.precision_plugin, "scaler", None)

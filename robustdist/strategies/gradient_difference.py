@@ -70,6 +70,7 @@ class GradientDifference:
             return
         self._future.wait()
         self._future = None
+        self.engine.settle()
         with torch.no_grad():
             for name, parameter in self._parameters.items():
                 if parameter.grad is not None:  # otherwise it took no part, and the difference is zero

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from robustdist._lightning import rank_zero_info
 from robustdist.comm.cost import Collective, choose, sent_bytes
 from robustdist.comm.engine import CommEngine
 from robustdist.comm.grouping import Cost, Group, Profile, plan_groups
@@ -69,7 +70,11 @@ class GroupPlanner:
         *ready, codec = (means / dist.get_world_size()).tolist()
         num_bytes = {name: 4 * numel for name, numel in self._numels.items()}
         profile = Profile.of_parameters(dict(zip(self._numels, ready, strict=True)), num_bytes)
-        return plan_groups(profile, self._cost(engine, collective, codec))
+        groups = plan_groups(profile, self._cost(engine, collective, codec))
+        waits = sum(group.exposed for group in groups)
+        sizes = ", ".join(f"{group.num_bytes / 2**20:.1f}" for group in groups)
+        rank_zero_info(f"groups='auto': {len(groups)} of {sizes} MiB; {1000 * waits:.0f} ms of waiting predicted")
+        return groups
 
     def close(self) -> None:
         """Stop to watch."""

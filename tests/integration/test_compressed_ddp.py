@@ -28,6 +28,7 @@ from robustdist.comm import (
 from robustdist.core.testing import toy_images
 from robustdist.strategies import CompressedDDPStrategy
 from tests.integration.support import Classifier, identical, largest_difference, loader, run
+from tests.unit.comm.test_engine import Fragile
 
 CODECS = [
     BF16(), FP16(), Int8(), QSGD(bits=4), QSGD(bits=2), TernGrad(), Sign(), Natural(), TopK(0.05), RandomK(0.05),
@@ -99,6 +100,33 @@ def test_a_single_process_trains_as_with_ddp(tmp_path, capsys):
     (ours,) = fit(tmp_path, compressed(QSGD(bits=2)), processes=1)
     (expected,) = fit(tmp_path, DDPStrategy(start_method="fork"), processes=1)
     assert identical(ours, expected)
+
+
+class Breaking(pl.Callback):
+    """The codec of the second process breaks in the third step, which must not reach the optimiser."""
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        trainer.strategy.engine.codec.armed = trainer.global_rank == 1 and trainer.global_step == 2
+
+    def on_before_optimizer_step(self, trainer, module, optimizer):
+        assert trainer.global_step < 2
+
+
+def without_thread(codec, **options):
+    """Return a strategy whose engine works as it does with NCCL."""
+    strategy = compressed(codec, **options)
+    strategy._transport["inline"] = True
+    return strategy
+
+
+def test_the_engine_without_a_thread_trains_alike(tmp_path):
+    options = {"steps": 8, "accumulate_grad_batches": 2, "collect": weights_and_stats}
+    expected = fit(tmp_path, compressed(Sign(), collective="chunked"), **options)
+    ours = fit(tmp_path, without_thread(Sign(), collective="chunked"), **options)
+    assert all(identical(one[0], other[0]) for one, other in zip(expected, ours, strict=True))
+    assert ours[0][1]["bytes_sent"] == expected[0][1]["bytes_sent"] > 0
+    with pytest.raises(Exception, match=r"rank 1: [\s\S]*ArithmeticError: the codec of this rank broke"):
+        fit(tmp_path, without_thread(Fragile()), callbacks=[Breaking()])
 
 
 def test_the_names_that_the_trainer_knows():

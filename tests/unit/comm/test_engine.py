@@ -436,7 +436,7 @@ def ddp_imported() -> None:
     importlib.import_module("torch._dynamo")
 
 
-def train(rank: int, codec: Compressor | None, steps: int = 12) -> tuple[Tensor, int]:
+def train(rank: int, codec: Compressor | None, steps: int = 12, **options: object) -> tuple[Tensor, int]:
     """A small network under DDP with small buckets; the weights at the end and the calls of the hook."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(20, 130), nn.ReLU(), nn.Linear(130, 90), nn.ReLU(), nn.Linear(90, 3))
@@ -444,7 +444,7 @@ def train(rank: int, codec: Compressor | None, steps: int = 12) -> tuple[Tensor,
     engine = None
     step = 0
     if codec is not None:
-        engine = CommEngine(codec, segment=4096, collective="auto")
+        engine = CommEngine(codec, segment=4096, collective="auto", **options)
         names = {id(parameter): name for name, parameter in model.named_parameters()}
 
         def hook(state, bucket):  # DDP compares annotations, and these would be strings

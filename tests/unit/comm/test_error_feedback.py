@@ -26,7 +26,7 @@ from robustdist.comm import (
     TernGrad,
     TopK,
 )
-from robustdist.comm.error_feedback import is_finite
+from robustdist.comm.verdicts import is_finite
 
 
 def gaussian(*shape: int, seed: int = 0) -> Tensor:
