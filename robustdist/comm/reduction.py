@@ -21,6 +21,7 @@ from robustdist.comm.error_feedback import ErrorFeedback, Memory
 from robustdist.comm.jobs import Job, Stats
 from robustdist.comm.layout import Layout, Place
 from robustdist.comm.low_rank import PowerSGD
+from robustdist.comm.overrides import check_overrides
 from robustdist.comm.owner import OwnerResiduals
 from robustdist.comm.power_iteration import LowRank, WarmStarts, is_low_rank
 from robustdist.comm.verdicts import Verdicts, is_finite
@@ -303,6 +304,7 @@ class Reduction:
 
     def _usable(self, codec: Compressor) -> Compressor:
         """Return the form of a codec that can be used here."""
+        check_overrides(codec)
         if isinstance(codec, PowerSGD):
             if self.collective not in ("auto", "native"):
                 raise UsageError(f"collective={self.collective!r} cannot add the factors of {codec!r}: use 'auto'")

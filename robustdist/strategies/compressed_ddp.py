@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from robustdist._lightning import DDPStrategy, LightningModule, Trainer, rank_zero_info, rank_zero_warn
 from robustdist.comm import QSGD, Compressor, Identity, make_compressor
 from robustdist.comm.controller import BitController
-from robustdist.comm.cost import Collective, choose, dense_bytes
+from robustdist.comm.cost import Collective, dense_bytes
 from robustdist.comm.engine import CommEngine
 from robustdist.comm.grouping import Group
 from robustdist.comm.link import measure_link
@@ -31,6 +31,7 @@ from robustdist.strategies.comm_hook import GradBucket, make_hook
 from robustdist.strategies.group_planner import GroupPlanner
 from robustdist.strategies.momentum_sync import MomentumSync
 from robustdist.strategies.refusals import (
+    check_codec,
     check_groups,
     check_module,
     check_optimizers,
@@ -114,7 +115,7 @@ class CompressedDDPStrategy(DDPStrategy):
             self.compressor = make_compressor(compressor)
         if bits is not None and self.compressor is None:
             raise UsageError("bits and compressor='auto' exclude each other: give compressor=QSGD(), or leave out bits")
-        choose(self.compressor or Identity(), 1, 2, collective, sides)
+        check_codec(self.compressor or Identity(), collective=collective, sides=sides)
         self._bits = None if bits is None or self.compressor is None else BitControl(bits, self.compressor)
         self.residuals: Residuals = residuals
         self._options = options

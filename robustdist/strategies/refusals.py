@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -11,11 +11,15 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
 
 from robustdist._lightning import Callback, GradientAccumulationScheduler, LightningModule, Trainer
+from robustdist.comm import Compressor
+from robustdist.comm.cost import Collective, choose
+from robustdist.comm.overrides import check_overrides
 from robustdist.comm.residual_state import RESIDUALS
 from robustdist.errors import UsageError
 from robustdist.types import check_count
 
 __all__ = [
+    "check_codec",
     "check_groups",
     "check_module",
     "check_optimizers",
@@ -48,6 +52,16 @@ def check_options(options: Mapping[str, Any], *, residuals: str, small: int, seg
                 f"compressor and {name} exclude each other, since DDP has one communication hook: "
                 f"leave out {name}, or use Lightning's DDPStrategy"
             )
+
+
+def check_codec(codec: Compressor, *, collective: Collective | Literal["auto"], sides: int) -> None:
+    """Refuse a codec that cannot be used, or not with this collective.
+
+    Raises:
+        UsageError: Naming the codec.
+    """
+    check_overrides(codec)
+    choose(codec, 1, 2, collective, sides)
 
 
 def check_trainer(trainer: Trainer, options: Mapping[str, Any]) -> None:

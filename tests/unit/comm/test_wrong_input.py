@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 import pytest
@@ -25,6 +26,11 @@ from robustdist.comm import (
     TopK,
     make_compressor,
 )
+from robustdist.comm.engine import CommEngine
+from robustdist.comm.overrides import check_overrides
+from robustdist.comm.registry import COMPRESSORS
+from robustdist.core.testing import run_ranks
+from robustdist.strategies import CompressedDDPStrategy
 
 
 @pytest.mark.parametrize(
@@ -94,3 +100,71 @@ def test_names_of_compressors():
         make_compressor("zip")
     with pytest.raises(UsageError, match="compressor='int8' does not take these settings"):
         make_compressor("int8", bits=4)
+
+
+class Halved(Int8):
+    """Looks as if it changed what is sent."""
+
+    def encode(self, x, out, **options):
+        super().encode(x / 2, out, **options)
+
+
+class HalvedAgain(Halved):
+    """Inherits it."""
+
+
+class Doubled(QSGD):
+    def decode(self, data, out, **options):
+        super().decode(data, out, **options)
+        out.mul_(2)
+
+
+class HalvedInParts(Halved):
+    """Says how to do the same in parts, so nothing is passed over."""
+
+    def encode_parts(self, numel, load, *args, **options):
+        super().encode_parts(numel, lambda begin, length: load(begin, length) / 2, *args, **options)
+
+
+class Plain(Identity):
+    def encode(self, x, out, **options):
+        super().encode(x.round(), out, **options)
+
+
+class Factors(PowerSGD):
+    def decode_parts(self, *args, **options):
+        super().decode_parts(*args, **options)
+
+
+class Sparse(TopK):
+    """Not in tiles: the engine calls it."""
+
+    def encode(self, x, out, **options):
+        super().encode(x.abs(), out, **options)
+
+
+@pytest.mark.parametrize(
+    ("codec", "message"),
+    [
+        (Halved(), "compressor=Halved overrides encode in Halved, .* the encode_parts of TileCodec"),
+        (HalvedAgain(), "compressor=HalvedAgain overrides encode in Halved, .*override encode_parts too"),
+        (Doubled(4), "compressor=Doubled overrides decode in Doubled, .* or decode_tile alone"),
+        (Plain(), "compressor=Plain has a method encode of its own, .*derive it from Compressor"),
+        (Factors(), "compressor=Factors has a method decode of its own, and a PowerSGD"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_an_override_that_averaging_would_pass_over_is_refused(codec, message):
+    def run(rank: int) -> str:
+        with pytest.raises(UsageError) as caught:
+            CommEngine(codec)
+        return str(caught.value)
+
+    with pytest.raises(UsageError, match=message):
+        CompressedDDPStrategy(codec)
+    assert re.match(message, run_ranks(run, 1)[0])
+
+
+def test_overrides_that_are_called_are_taken():
+    for codec in (HalvedInParts(), Sparse(), EF21(Halved()), *(kind() for kind in COMPRESSORS.values())):
+        check_overrides(codec)
