@@ -1,0 +1,121 @@
+"""Small models out of their checkpoints: class, hyper-parameters, recipe, weights."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from robustdist.errors import UsageError
+from robustdist.pruning.recipe import Fingerprint, PruningRecipe
+
+__all__ = ["RECIPE_KEY", "load_pruned", "pruned_loading", "recipe_of"]
+
+#: Where a checkpoint keeps the recipe, as plain data.
+RECIPE_KEY = "robustdist.pruning"
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def recipe_of(checkpoint: Mapping[str, Any]) -> PruningRecipe | None:
+    """Return the recipe that was carried out on the weights of ``checkpoint``; ``None`` if they are dense."""
+    content = checkpoint.get(RECIPE_KEY)
+    return None if content is None else PruningRecipe.from_dict(content)
+
+
+def load_pruned(
+    module_class: type[M],
+    checkpoint_path: str | os.PathLike[str],
+    *,
+    map_location: Any = "cpu",
+    strict: bool = True,
+    **hyper_parameters: Any,
+) -> M:
+    """Load a checkpoint of a pruned model: the dense module from its class, made small, then the weights.
+
+    Needs neither torch-pruning nor a Trainer. A checkpoint without a recipe loads as usual.
+
+    Args:
+        module_class: The user's class, as for ``load_from_checkpoint``.
+        checkpoint_path: File written by the Trainer.
+        map_location: As in ``torch.load``.
+        strict: As in ``load_state_dict``.
+        **hyper_parameters: Arguments of the class; they go before those saved with ``save_hyperparameters``.
+
+    Returns:
+        The small module, in training mode like a new one.
+
+    Raises:
+        UsageError: If the class cannot be built from what there is, or the recipe was made for another model.
+
+    Example:
+        ``net = load_pruned(MyModule, "last.ckpt").eval()``
+    """
+    checkpoint = torch.load(checkpoint_path, map_location=map_location, weights_only=True)
+    if not isinstance(checkpoint, Mapping) or "state_dict" not in checkpoint:
+        raise UsageError(f"{os.fspath(checkpoint_path)} is no checkpoint of a Trainer: it has no state_dict")
+    arguments = {**_saved_arguments(module_class, checkpoint), **hyper_parameters}
+    try:
+        module = module_class(**arguments)
+    except TypeError as error:
+        raise UsageError(
+            f"{module_class.__name__} cannot be built from the arguments in the checkpoint ({error}): call "
+            "save_hyperparameters() in its __init__, or pass them to load_pruned"
+        ) from error
+    recipe = recipe_of(checkpoint)
+    if recipe is not None:
+        recipe.apply(module)
+    module.load_state_dict(checkpoint["state_dict"], strict=strict)
+    return module
+
+
+def _saved_arguments(module_class: type[nn.Module], checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    """Hyper-parameters of the checkpoint that the class's ``__init__`` takes."""
+    saved = dict(checkpoint.get("hyper_parameters", {}))
+    parameters = inspect.signature(module_class.__init__).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return saved
+    return {name: value for name, value in saved.items() if name in parameters}
+
+
+@contextmanager
+def pruned_loading() -> Iterator[None]:
+    """Let code that loads checkpoints by itself load pruned ones, ``MyModule.load_from_checkpoint(path)`` for example.
+
+    Inside the context ``torch.load`` notes the recipes of files, and ``load_state_dict`` makes a module that one of
+    them was made for small first. :func:`load_pruned` is the direct way.
+
+    Example:
+        ``with pruned_loading(): net = MyModule.load_from_checkpoint("last.ckpt")``
+    """
+    load, load_state_dict = torch.load, nn.Module.load_state_dict
+    recipes: dict[str, PruningRecipe] = {}
+
+    @functools.wraps(load)
+    def noting_load(*args: Any, **kwargs: Any) -> Any:
+        content = load(*args, **kwargs)
+        recipe = recipe_of(content) if isinstance(content, Mapping) else None
+        if recipe is not None:
+            recipes[recipe.dense.shapes] = recipe
+        return content
+
+    @functools.wraps(load_state_dict)
+    def fitting_load_state_dict(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        recipe = recipes.get(Fingerprint.of(self).shapes) if recipes else None
+        if recipe is not None:
+            recipe.apply(self)
+        return load_state_dict(self, *args, **kwargs)
+
+    torch.load = noting_load
+    nn.Module.load_state_dict = fitting_load_state_dict  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.load = load
+        nn.Module.load_state_dict = load_state_dict  # type: ignore[method-assign]

@@ -1,0 +1,124 @@
+"""Carries a recipe out on a module, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from robustdist.errors import UsageError
+
+if TYPE_CHECKING:
+    from robustdist.pruning.recipe import PruningRecipe
+
+__all__ = ["UndoLog", "carry_out", "check_no_graph_is_held"]
+
+
+class UndoLog:
+    """What a module was before a recipe was applied to it. Holds the dense tensors until it is dropped."""
+
+    def __init__(self) -> None:
+        self._steps: list[Callable[[], None]] = []
+
+    def note(self, step: Callable[[], None]) -> None:
+        """Add what takes one change back."""
+        self._steps.append(step)
+
+    def undo(self) -> None:
+        """Put everything back, last change first; once."""
+        while self._steps:
+            self._steps.pop()()
+
+
+def carry_out(recipe: PruningRecipe, module: nn.Module) -> UndoLog:
+    """Do what ``recipe`` says. If anything fails the module is as it was."""
+    log = UndoLog()
+    try:
+        _swap_classes(recipe, module, log)
+        _drop_layers(recipe, module, log)
+        _cut_tensors(recipe, module, log)
+        _set_attributes(recipe, module, log)
+    except BaseException:
+        log.undo()
+        raise
+    return log
+
+
+def check_no_graph_is_held(module: nn.Module) -> None:
+    """Refuse parameters whose old shape a gradient graph of an earlier step still remembers.
+
+    Raises:
+        UsageError: Naming the parameter.
+    """
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad and parameter.numel():
+            try:
+                with torch.enable_grad():
+                    torch.autograd.grad(parameter.reshape(-1)[0] * 1.0, parameter)
+            except RuntimeError as error:
+                raise UsageError(
+                    f"{name} was pruned while a loss of an earlier step is still held with its graph: keep "
+                    "loss.detach() instead, in the module and in callbacks"
+                ) from error
+
+
+def _swap_classes(recipe: PruningRecipe, module: nn.Module, log: UndoLog) -> None:
+    from robustdist.pruning.attention import slim
+
+    for path in recipe.swaps:
+        log.note(slim(module.get_submodule(path)))
+
+
+def _drop_layers(recipe: PruningRecipe, module: nn.Module, log: UndoLog) -> None:
+    from robustdist.pruning.attention import PassThrough
+
+    for path in recipe.dropped_layers:
+        parent_path, _, name = path.rpartition(".")
+        parent = module.get_submodule(parent_path)
+        layer = parent.get_submodule(name)
+        parent.add_module(name, PassThrough())
+        log.note(lambda parent=parent, name=name, layer=layer: parent.add_module(name, layer))  # type: ignore[misc]
+
+
+def _cut_tensors(recipe: PruningRecipe, module: nn.Module, log: UndoLog) -> None:
+    gone = tuple(f"{path}." for path in recipe.dropped_layers)
+    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    cuts: dict[str, list[tuple[int, Tensor]]] = {}
+    for cut in recipe.cuts:
+        if not cut.tensor.startswith(gone or ("\0",)):
+            cuts.setdefault(cut.tensor, []).append((cut.dim, cut.index))
+    for name, places in cuts.items():
+        tensor = tensors[name]
+        dense, grad = tensor.data, tensor.grad
+        tensor.grad = None  # its shape is checked against that of the data
+        tensor.data = _kept(dense, places)
+        tensor.grad = None if grad is None else _kept(grad, places)
+        log.note(lambda tensor=tensor, dense=dense, grad=grad: _put_back(tensor, dense, grad))  # type: ignore[misc]
+
+
+def _kept(tensor: Tensor, places: list[tuple[int, Tensor]]) -> Tensor:
+    channels_last = (
+        tensor.dim() == 4 and not tensor.is_contiguous() and tensor.is_contiguous(memory_format=torch.channels_last)
+    )
+    for dim, index in places:
+        tensor = tensor.index_select(dim, index.to(tensor.device))
+    return tensor.contiguous(memory_format=torch.channels_last) if channels_last else tensor
+
+
+def _put_back(tensor: Tensor, dense: Tensor, grad: Tensor | None) -> None:
+    tensor.grad = None
+    tensor.data = dense
+    tensor.grad = grad
+
+
+def _set_attributes(recipe: PruningRecipe, module: nn.Module, log: UndoLog) -> None:
+    for path, values in recipe.attributes.items():
+        if any(path == layer or path.startswith(f"{layer}.") for layer in recipe.dropped_layers):
+            continue
+        layer = module.get_submodule(path)
+        for name, value in values.items():
+            before: Any = getattr(layer, name)
+            setattr(layer, name, value)
+            log.note(lambda layer=layer, name=name, before=before: setattr(layer, name, before))  # type: ignore[misc]
