@@ -4,6 +4,13 @@ import robustdist.strategies  # noqa: F401
 from robustdist.callbacks.adversarial_training import AdversarialTraining
 from robustdist.callbacks.catastrophic_overfitting_guard import CatastrophicOverfittingGuard
 from robustdist.callbacks.communication_monitor import CommunicationMonitor
+from robustdist.callbacks.learner_tuning import LearnerTuning
 from robustdist.callbacks.robust_evaluation import RobustEvaluation
 
-__all__ = ["AdversarialTraining", "CatastrophicOverfittingGuard", "CommunicationMonitor", "RobustEvaluation"]
+__all__ = [
+    "AdversarialTraining",
+    "CatastrophicOverfittingGuard",
+    "CommunicationMonitor",
+    "LearnerTuning",
+    "RobustEvaluation",
+]

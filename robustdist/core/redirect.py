@@ -9,7 +9,13 @@ from typing import Any, Protocol
 
 from robustdist.errors import UsageError
 
-__all__ = ["StepInterceptor", "StepTransform", "check_module_can_be_called", "check_step_can_be_intercepted"]
+__all__ = [
+    "StepInterceptor",
+    "StepTransform",
+    "check_module_can_be_called",
+    "check_step_can_be_intercepted",
+    "sharding_of",
+]
 
 _ATTRIBUTE = "_robustdist_interceptor"
 
@@ -108,13 +114,17 @@ def check_module_can_be_called(strategy: Any, option: str) -> None:
     Raises:
         UsageError: For sharded strategies, naming ``option``.
     """
-    names = [base.__name__ for base in type(strategy).__mro__]
-    sharded = [name for name in _SHARDED if name in names]
-    if sharded:
+    sharded = sharding_of(strategy)
+    if sharded is not None:
         raise UsageError(
-            f"{option} calls the module on its own, which {sharded[0]} cannot do with sharded weights: "
-            "use strategy='ddp'"
+            f"{option} calls the module on its own, which {sharded} cannot do with sharded weights: use strategy='ddp'"
         )
+
+
+def sharding_of(strategy: Any) -> str | None:
+    """Return the name of the strategy if a rank holds only a shard of its weights, else None."""
+    names = [base.__name__ for base in type(strategy).__mro__]
+    return next((name for name in _SHARDED if name in names), None)
 
 
 def check_step_can_be_intercepted(strategy: Any, module: Any, *, needs_second_pass: bool, option: str) -> None:

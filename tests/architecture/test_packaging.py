@@ -36,7 +36,8 @@ PUBLIC = {
         "TorchAttack",
     ],
     "robustdist.callbacks": [
-        "AdversarialTraining", "CatastrophicOverfittingGuard", "CommunicationMonitor", "RobustEvaluation",
+        "AdversarialTraining", "CatastrophicOverfittingGuard", "CommunicationMonitor", "LearnerTuning",
+        "RobustEvaluation",
     ],
     "robustdist.comm": [
         "BF16", "DGC", "EF21", "FP8", "FP16", "QSGD", "BitController", "BitSchedule", "Compressor", "ErrorFeedback",
@@ -47,6 +48,7 @@ PUBLIC = {
         "DigitsDataModule", "FashionMNISTDataModule", "ImageDataModule", "MNIST5kDataModule", "Parts",
         "PhotoPatchesDataModule", "UnlabeledMix", "VADERDataModule", "stratified_split",
     ],
+    "robustdist.learners": ["Learners", "LowRankPair"],
     "robustdist.objectives": [
         "AWP", "DAT", "FGSMRS", "MART", "NFGSM", "PGDAT", "TRADES", "ConAdv", "FastBAT", "FreeAT", "FreeLB",
         "FriendlyAT", "GradAlign", "Objective", "ObjectiveContext",

@@ -32,6 +32,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "core": _GROUND,
     "attacks": {*_GROUND, "core"},
     "comm": {*_GROUND, "core"},
+    "learners": {*_GROUND, "core"},
     "optim": {*_GROUND, "core"},
     "pruning": {*_GROUND, "core"},
     "report": {*_GROUND, "core"},
@@ -52,6 +53,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "data": {*_GROUND, "core", "_lightning"},
     "callbacks": {
         *_BELOW_OBJECTIVES,
+        "learners",
         "objectives",
         "evaluation",
         "diagnostics",
@@ -86,6 +88,7 @@ MAY_USE: dict[str, set[str]] = {
     "core": {*_TORCH, "torchmetrics"},
     "attacks": _TORCH,
     "comm": _TORCH,
+    "learners": _TORCH,
     "optim": _TORCH,
     "pruning": _TORCH,
     "report": {*_TORCH, "rich"},
@@ -113,6 +116,7 @@ FOREIGN_PRIVATE: dict[str, set[str]] = {
     "core.guard": {"_buffers", "_fields"},  # torch.nn.Module, named tuples
     "core.muted": {"_modules"},  # torch.nn.Module
     "strategies.refusals": {"_in_backward_optimizers", "_use_python_reducer"},  # torch: what a hook cannot serve
+    "callbacks.learner_tuning": {"_average_model"},  # WeightAveraging: the averaged copy of the module
     "callbacks.robust_evaluation": {"_generate_state_key"},  # Callback
     "cli.lightning_cli": {"_get", "_prepare_subcommand_kwargs", "_run_subcommand", "_set_seed"},  # LightningCLI
 }
@@ -200,7 +204,7 @@ def test_the_table_is_used_and_has_no_circle():
 
 
 def test_sibling_algorithms_do_not_know_each_other():
-    siblings = {"attacks", "comm", "optim", "pruning", "report", "data"}
+    siblings = {"attacks", "comm", "learners", "optim", "pruning", "report", "data"}
     assert {part: MAY_IMPORT[part] & siblings for part in siblings} == {part: set() for part in siblings}
 
 
