@@ -95,6 +95,7 @@ def test_there_are_fragments_and_whole_configs():
         "comm",
         "evaluation",
         "guard",
+        "learners",
         "optim",
         "trainer",
     }

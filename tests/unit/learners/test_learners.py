@@ -136,8 +136,11 @@ def test_what_was_frozen_stays_frozen_and_flags_come_back():
     pairs = {f"blocks.{n}.{part}.learner.{m}" for n in "01" for part in ("attention", "ffn") for m in ("down", "up")}
     attention = {"blocks.0.attention.bias", "blocks.1.attention.weight", "blocks.1.attention.bias"}
     assert now == pairs | attention | {"classifier.weight"}
+    net(data()[0]).sum().backward()
     learners.end_priming()
     assert trained(net) == pairs | {"classifier.weight"}
+    # an optimiser would go on with a gradient that is left
+    assert {name for name, parameter in net.named_parameters() if parameter.grad is not None} == trained(net)
     learners.merge()
     assert trained(net) == before
 
@@ -199,10 +202,11 @@ def test_it_starts_as_it_is_and_draws_leave_the_global_stream_alone():
 # --- merging
 
 
-def test_merging_and_the_state_dict_give_the_same_plain_model(require):
+@pytest.mark.parametrize("alpha", [None, 8.0])
+def test_merging_and_the_state_dict_give_the_same_plain_model(require, alpha):
     require("transformers")
     model, plain = tiny_bert(), tiny_bert()
-    learners = Learners(rank=4)
+    learners = Learners(rank=4, alpha=alpha)
     learners.attach(model)
     batch = texts([5, 9, 7])
     start = {name: value.clone() for name, value in plain.state_dict().items()}
