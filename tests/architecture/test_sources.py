@@ -115,6 +115,7 @@ FOREIGN_PRIVATE: dict[str, set[str]] = {
     "core.folding": {"_backward_hooks", "_backward_pre_hooks", "_forward_hooks", "_forward_pre_hooks"},  # Module
     "core.guard": {"_buffers", "_fields"},  # torch.nn.Module, named tuples
     "core.muted": {"_modules"},  # torch.nn.Module
+    "pruning.cost": {"_scaled_dot_product_flash_attention_for_cpu"},  # torch: an operator its flop counter leaves out
     "strategies.refusals": {"_in_backward_optimizers", "_use_python_reducer"},  # torch: what a hook cannot serve
     "callbacks.learner_tuning": {"_average_model"},  # WeightAveraging: the averaged copy of the module
     "callbacks.robust_evaluation": {"_generate_state_key"},  # Callback

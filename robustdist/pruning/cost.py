@@ -1,0 +1,236 @@
+"""Parameters and multiply-accumulates of what would remain, before anything is removed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from robustdist.pruning.groups import UnitGroup
+from robustdist.pruning.importance import named_tensors
+
+__all__ = ["Cost", "CostModel", "keep_values"]
+
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Size of a model.
+
+    Attributes:
+        params: Parameters, shared ones once.
+        macs: Multiply-accumulates of one forward pass on the recorded input, in layers and in attention products.
+    """
+
+    params: int
+    macs: int
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Something whose size is a factor times kept shares: one tensor, or the attention products of one layer."""
+
+    params: float
+    macs: float
+    #: One entry per dimension that loses indices: its size, and how many of them each unit of which group takes along.
+    dims: tuple[tuple[int, tuple[tuple[str, Tensor], ...]], ...]
+
+
+def keep_values(groups: Iterable[UnitGroup], removed: Mapping[str, Sequence[int]]) -> dict[str, Tensor]:
+    """Return 1 for units that stay and 0 for those that go, float64 of shape (size,) per group."""
+    values = {}
+    for group in groups:
+        values[group.name] = torch.ones(group.size, dtype=torch.float64)
+        values[group.name][list(removed.get(group.name, ()))] = 0
+    return values
+
+
+class CostModel:
+    r"""Parameters and multiply-accumulates as a function of the units that stay.
+
+    A tensor with dimensions d keeps :math:`\prod_d \big(n_d - \sum_k c_{dk} (1 - z_k)\big)` entries, where unit k takes
+    :math:`c_{dk}` indices of d along; a convolution or linear layer needs one multiply-accumulate per weight and output
+    position, whose number does not change. The rest of what torch counts, attention products, falls with the heads.
+    With probabilities in place of 0 and 1 it is the expected cost of independent units, and has a gradient.
+
+    Args:
+        module: The dense module; its state is not changed.
+        groups: Groups of units of ``module``.
+        forward: Runs ``module`` once on the input that the multiply-accumulates are counted for, for example one
+            sample; called once, without gradients and with ``module`` in eval mode. ``None``: only parameters.
+
+    Attributes:
+        dense: Cost of the module as it is.
+    """
+
+    def __init__(
+        self, module: nn.Module, groups: Sequence[UnitGroup], forward: Callable[[], object] | None = None
+    ) -> None:
+        self._sizes = {group.name: group.size for group in groups}
+        tensors = named_tensors(module)
+        recorder = _Recorder(module)
+        if forward is not None:
+            with recorder.recording():
+                forward()
+        dims: dict[tuple[int, int], dict[str, Tensor]] = {}
+        for group in groups:
+            for member in group.members:
+                counts = torch.bincount(member.units[member.units >= 0], minlength=group.size).double()
+                dims.setdefault((id(tensors[member.tensor]), member.dim), {})[group.name] = counts
+        self._parts = [
+            _Part(
+                tensor.numel(),
+                tensor.numel() * recorder.positions.get(id(tensor), 0),
+                tuple(
+                    (size, tuple(dims[id(tensor), dim].items()))
+                    for dim, size in enumerate(tensor.shape)
+                    if (id(tensor), dim) in dims
+                ),
+            )
+            for tensor in module.parameters()
+        ]
+        attention: dict[str, list[UnitGroup]] = {}
+        for group in groups:
+            if group.kind == "heads":
+                attention.setdefault(_common_path(member.tensor for member in group.members), []).append(group)
+        for path, found in attention.items():
+            products = recorder.rest.get(path, 0.0) / len(found)
+            for group in found:
+                ones = torch.ones(group.size, dtype=torch.float64)
+                self._parts.append(_Part(0, products, ((group.size, ((group.name, ones),)),)))
+        fixed = recorder.unassigned - sum(recorder.rest.get(path, 0.0) for path in attention)
+        self._parts.append(_Part(0, fixed, ()))
+        self.dense = self.of({})
+
+    def of(self, removed: Mapping[str, Sequence[int]]) -> Cost:
+        """Return the cost once the units in ``removed``, by name of the group, are gone."""
+        values = {name: torch.ones(self._sizes[name], dtype=torch.float64) for name in removed}
+        for name, units in removed.items():
+            values[name][list(units)] = 0
+        params, macs = self.expected(values)
+        return Cost(round(float(params)), round(float(macs)))
+
+    def expected(self, keep: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        """Return parameters and multiply-accumulates for shares in [0, 1] of every unit, differentiable.
+
+        Args:
+            keep: Name of a group -> shape (size,); groups that are missing stay whole.
+        """
+        params = macs = torch.zeros((), dtype=torch.float64)
+        for part in self._parts:
+            share = torch.ones((), dtype=torch.float64)
+            for size, counts in part.dims:
+                gone = [counts_of @ (1 - keep[name].double().cpu()) for name, counts_of in counts if name in keep]
+                if gone:
+                    share = share * (1 - torch.stack(gone).sum() / size)
+            params, macs = params + part.params * share, macs + part.macs * share
+        return params, macs
+
+
+def _common_path(names: Iterable[str]) -> str:
+    """Longest module path that all tensors are under."""
+    paths = [name.split(".")[:-1] for name in names]
+    shared = []
+    for parts in zip(*paths, strict=False):
+        if len(set(parts)) > 1:
+            break
+        shared.append(parts[0])
+    return ".".join(shared)
+
+
+class _Recorder:
+    """Positions of layers, and matrix products outside of layers, of one forward pass."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        #: id of a weight -> positions it is applied to, summed over calls.
+        self.positions: dict[int, float] = {}
+        #: Path of a module -> multiply-accumulates inside of it that belong to no layer.
+        self.rest: dict[str, float] = {}
+        #: The same of the whole pass.
+        self.unassigned = 0.0
+        self._layers = 0.0
+        self._open: list[tuple[float, float]] = []
+        self._counter = FlopCounterMode(display=False, custom_mapping=_cpu_attention())
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Count while a forward pass runs."""
+        modes = [(part, part.training) for part in self.module.modules()]
+        with ExitStack() as stack:
+            for path, part in self.module.named_modules(remove_duplicate=True):
+                stack.enter_context(_removing(part.register_forward_pre_hook(self._enter)))
+                stack.enter_context(_removing(part.register_forward_hook(self._leaver(path), with_kwargs=True)))
+            self.module.eval()
+            try:
+                with torch.no_grad(), self._counter:
+                    yield
+            finally:
+                for part, training in modes:
+                    part.training = training
+        self.unassigned = self._counter.get_total_flops() / 2 - self._layers
+
+    def _enter(self, part: nn.Module, inputs: Any) -> None:
+        self._open.append((self._counter.get_total_flops() / 2, self._layers))
+
+    def _leaver(self, path: str) -> Callable[..., None]:
+        def leave(part: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            for weight, positions in _uses(part, inputs, kwargs, output):
+                if not isinstance(weight, nn.Parameter):
+                    continue  # computed from others, as by weight norm: nothing of it can go
+                self.positions[id(weight)] = self.positions.get(id(weight), 0) + positions
+                self._layers += positions * weight.numel()
+            flops, layers = self._open.pop()
+            products = self._counter.get_total_flops() / 2 - flops - (self._layers - layers)
+            self.rest[path] = self.rest.get(path, 0.0) + products
+
+        return leave
+
+
+def _uses(
+    part: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+) -> Iterator[tuple[Tensor, float]]:
+    """Weights that ``part`` has just applied itself, and to how many positions."""
+    if isinstance(part, (*_CONVOLUTIONS, nn.Linear)):
+        channels = part.out_features if isinstance(part, nn.Linear) else part.out_channels
+        yield part.weight, output.numel() / channels
+    elif isinstance(part, _TRANSPOSED):
+        yield part.weight, inputs[0].numel() / part.in_channels
+    elif isinstance(part, nn.MultiheadAttention):
+        query, key, value = [
+            inputs[place] if place < len(inputs) else kwargs[name]
+            for place, name in enumerate(("query", "key", "value"))
+        ]
+        rows = [tensor.numel() / tensor.shape[-1] for tensor in (query, key, value)]
+        own = dict(part.named_parameters(recurse=False))
+        if "in_proj_weight" in own:
+            yield own["in_proj_weight"], sum(rows) / 3
+        else:
+            yield from zip((own[f"{name}_proj_weight"] for name in "qkv"), rows, strict=True)
+        if type(part).forward is nn.MultiheadAttention.forward:  # which reads the weight past the layer
+            yield part.out_proj.weight, rows[0]
+
+
+@contextmanager
+def _removing(handle: Any) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def _cpu_attention() -> dict[Any, Any]:
+    """Torch's counter has no entry for the fused attention of CPUs."""
+
+    def count(query: Sequence[int], key: Sequence[int], value: Sequence[int], *args: Any, **kwargs: Any) -> int:
+        batch, heads, length, width = query
+        return 2 * batch * heads * length * key[2] * (width + value[3])
+
+    return {torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: count}
