@@ -56,6 +56,12 @@ class OwnerResiduals(ErrorFeedback):
             if piece.name == name:
                 self.undo(key)
 
+    def drop_parameter(self, name: str) -> None:
+        """Forget all pieces of a parameter."""
+        for key in [key for key, piece in self._pieces.items() if piece.name == name]:
+            self.drop(key)
+            del self._pieces[key]
+
     def give_back(
         self, layout: Layout, owned: Sequence[tuple[int, int]], workers: ErrorFeedback, world_size: int
     ) -> None:

@@ -72,6 +72,11 @@ class MomentumReducer:
         for name, tensor in tensors.items():
             tensor.copy_(parts[name][: tensor.numel()].view(tensor.shape))
 
+    def padded(self, tensor: Tensor) -> Tensor:
+        """Return a residual of a tensor as the engine keeps it: flat, with zeros up to the length that is sent."""
+        flat = tensor.flatten()
+        return torch.nn.functional.pad(flat, (0, self._padded(len(flat)) - len(flat)))
+
     def _padded(self, numel: int) -> int:
         """Round up to whole blocks where the scale is a mean over all of the block, so as not to count zeros there."""
         whole = isinstance(self.engine.codec, Sign) and numel >= self.engine.small

@@ -178,7 +178,7 @@ class OneBitAdam(Optimizer):
     def _adam(self, bad: str | None) -> bool:
         if bad is not None:
             return False
-        for _, parameter, group in self._named():
+        for _, parameter, group in self.named():
             if parameter.grad is None:
                 continue
             state, grad = self.state[parameter], _gradient(parameter, group)
@@ -199,7 +199,7 @@ class OneBitAdam(Optimizer):
         momenta: dict[str, Tensor] = {}
         moved = []
         late: str | None = None
-        for name, parameter, group in self._named():
+        for name, parameter, group in self.named():
             mask = self._mask(parameter)
             if mask is False:
                 if self.num_steps >= self.freeze_step and parameter.grad is not None and bool(parameter.grad.any()):
@@ -263,14 +263,15 @@ class OneBitAdam(Optimizer):
 
     # --- parameters
 
-    def _named(self) -> Iterator[tuple[str, Tensor, dict[str, Any]]]:
+    def named(self) -> Iterator[tuple[str, Tensor, dict[str, Any]]]:
+        """Yield the parameters with the names that messages and ``reduce`` get, and their groups."""
         for number, group in enumerate(self.param_groups):
             names = group.get("param_names") or [f"{number}.{place}" for place in range(len(group["params"]))]
             yield from ((name, parameter, group) for name, parameter in zip(names, group["params"], strict=True))
 
     def _first_bad_gradient(self) -> str | None:
         """Return the name of the first parameter whose gradient is not finite."""
-        grads = {name: parameter.grad for name, parameter, _ in self._named() if parameter.grad is not None}
+        grads = {name: parameter.grad for name, parameter, _ in self.named() if parameter.grad is not None}
         for name, grad in grads.items():
             if grad.is_sparse:
                 raise UsageError(

@@ -1,4 +1,4 @@
-"""The codec that ``compressor="auto"`` stands for."""
+"""The codec that is asked for, and what ``compressor="auto"`` stands for."""
 
 from __future__ import annotations
 
@@ -6,10 +6,30 @@ import torch
 from torch import nn
 
 from robustdist._lightning import rank_zero_info
-from robustdist.comm import Compressor
+from robustdist.comm import QSGD, Compressor, make_compressor
 from robustdist.comm.link import measure_link, pick_compressor
 
-__all__ = ["measured_codec", "num_gradients"]
+__all__ = ["given_codec", "measured_codec", "num_gradients", "plain_stats"]
+
+
+def given_codec(compressor: Compressor | str | None) -> Compressor | None:
+    """Return the codec of an argument of the strategy, None for "auto"."""
+    if compressor is None:
+        return QSGD(bits=4)
+    if not isinstance(compressor, str):
+        return compressor
+    return None if compressor.lower() == "auto" else make_compressor(compressor)
+
+
+def plain_stats(steps: float, num_bytes: float) -> dict[str, float]:
+    """Return the counters of a training whose float32 gradients DDP averages by itself.
+
+    Args:
+        steps: Number of steps.
+        num_bytes: Bytes that a process sends per step.
+    """
+    total = steps * num_bytes
+    return {"calls": 0, "steps": steps, "bytes_sent": total, "bytes_dense": total, "ratio": 1.0, "wait_seconds": 0.0}
 
 
 def measured_codec(module: nn.Module, device: torch.device) -> Compressor:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from robustdist._lightning import LightningModule, rank_zero_warn
+from robustdist.comm import Identity
 from robustdist.comm.engine import CommEngine
-from robustdist.comm.residual_state import Residuals, save_residuals
+from robustdist.comm.residual_state import Residuals, load_residuals, save_residuals
 from robustdist.errors import RobustDistWarning
 from robustdist.strategies.bit_control import BitControl
 from robustdist.strategies.bucket_router import BucketRouter
 from robustdist.strategies.momentum_sync import MomentumSync
 
-__all__ = ["KEY", "communication_state"]
+__all__ = ["KEY", "communication_state", "restore_communication"]
 
 #: Where it is in the checkpoint.
 KEY = "robustdist.communication"
@@ -51,3 +53,19 @@ def communication_state(
         "momenta": None if momenta is None else momenta.state_dict(mode, device),
         **save_residuals(engine, mode, sizes, device=device),
     }
+
+
+def restore_communication(
+    state: Mapping[str, Any], engine: CommEngine, rank: int, *, bits: BitControl | None, momenta: MomentumSync | None
+) -> BucketRouter | None:
+    """Take over what :func:`communication_state` returned; return what the buckets have to be, if it matters."""
+    if bits is not None and state["bits"] is not None:
+        bits.load_state_dict(state["bits"])
+    load_residuals(engine, state, rank)
+    if momenta is not None and state["momenta"] is not None:
+        momenta.load_state_dict(state["momenta"], rank)
+    if isinstance(engine.codec, Identity):
+        return None
+    # DDP begins with a single bucket and cuts it after the first step. A resumed run has to begin with the cut one, or
+    # chunks and draws of its first step would be others than in an uninterrupted run.
+    return BucketRouter([tuple(names) for names in state["buckets"]], join=state["grouped"])

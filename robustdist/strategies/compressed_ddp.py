@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -14,39 +15,35 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from robustdist._lightning import DDPStrategy, LightningModule, Trainer, rank_zero_info, rank_zero_warn
-from robustdist.comm import QSGD, Compressor, Identity, make_compressor
+from robustdist._lightning import DDPStrategy, LightningModule, Trainer, rank_zero_info
+from robustdist.comm import Compressor, Identity
 from robustdist.comm.controller import BitController
 from robustdist.comm.cost import Collective, dense_bytes
 from robustdist.comm.engine import CommEngine
 from robustdist.comm.grouping import Group
-from robustdist.comm.link import measure_link
-from robustdist.comm.residual_state import Residuals, load_residuals
-from robustdist.errors import RobustDistWarning, UsageError
-from robustdist.strategies.auto_codec import measured_codec, num_gradients
+from robustdist.comm.residual_state import Change, Residuals, check_residuals, map_residuals
+from robustdist.errors import UsageError
+from robustdist.strategies.auto_codec import given_codec, measured_codec, num_gradients, plain_stats
 from robustdist.strategies.bit_control import BitControl
 from robustdist.strategies.bucket_router import BucketRouter
-from robustdist.strategies.comm_checkpoint import KEY, communication_state
+from robustdist.strategies.comm_checkpoint import KEY, communication_state, restore_communication
 from robustdist.strategies.comm_hook import GradBucket, make_hook
-from robustdist.strategies.group_planner import GroupPlanner
+from robustdist.strategies.group_planner import GroupPlanner, start_groups
 from robustdist.strategies.momentum_sync import MomentumSync
 from robustdist.strategies.refusals import (
     check_codec,
-    check_groups,
     check_module,
     check_optimizers,
     check_options,
     check_skipped,
     check_trainer,
     check_wrapped,
+    warn_of_gradient,
 )
 from robustdist.strategies.step_watch import StepWatch
 from robustdist.strategies.used_parameters import UsedParameters
 
 __all__ = ["CompressedDDPStrategy"]
-
-
-NOTHING_SENT = {"calls": 0, "steps": 0, "bytes_sent": 0, "bytes_dense": 0, "ratio": 1.0, "wait_seconds": 0.0}
 
 
 class CompressedDDPStrategy(DDPStrategy):
@@ -106,13 +103,7 @@ class CompressedDDPStrategy(DDPStrategy):
         if groups != "ddp" and options.get("bucket_cap_mb") is None:
             options["bucket_cap_mb"] = 1  # small parts, which arrive early; the groups put them together
         super().__init__(timeout=timeout, start_method=start_method, **options)
-        self.compressor: Compressor | None = None
-        if compressor is None:
-            self.compressor = QSGD(bits=4)
-        elif not isinstance(compressor, str):
-            self.compressor = compressor
-        elif compressor.lower() != "auto":
-            self.compressor = make_compressor(compressor)
+        self.compressor = given_codec(compressor)
         if bits is not None and self.compressor is None:
             raise UsageError("bits and compressor='auto' exclude each other: give compressor=QSGD(), or leave out bits")
         check_codec(self.compressor or Identity(), collective=collective, sides=sides)
@@ -132,7 +123,9 @@ class CompressedDDPStrategy(DDPStrategy):
             "timeout": None if timeout is None else timeout.total_seconds(),
         }
         self.engine: CommEngine | None = None
+        self._wrapped: LightningModule | None = None
         self._names: dict[int, str] = {}
+        self._shapes: dict[str, tuple[int, ...]] = {}
         self._step = 0
         self._groups = groups
         self._router = BucketRouter()
@@ -146,7 +139,7 @@ class CompressedDDPStrategy(DDPStrategy):
         self._trained: LightningModule | None = None
         self._last_hook: float | None = None
         self._step_wait = self._wait_seconds = 0.0
-        self._final_stats: dict[str, float] = dict(NOTHING_SENT)
+        self._final_stats = plain_stats(0, 0)
         self._plain_bytes: float | None = None
 
     # --- start and end
@@ -157,7 +150,7 @@ class CompressedDDPStrategy(DDPStrategy):
         super().setup(trainer)
         if self.engine is not None:
             check_optimizers(self.optimizers, self.engine.world_size)
-            self._momenta = MomentumSync.find(self.optimizers, trainer, self._scaler(), **self._transport)
+            self._momenta = MomentumSync.find(self.optimizers, trainer, self._scaler(), self._names, **self._transport)
             if self._momenta is not None and self._bits is not None:
                 raise UsageError("bits and OneBitAdam exclude each other, since it has one: leave out bits")
             self._restore(self.engine)
@@ -165,7 +158,11 @@ class CompressedDDPStrategy(DDPStrategy):
                 self._watch.add(optimizer)
 
     def configure_ddp(self) -> None:
-        """Wrap the module, on any kind of device, and start the communication."""
+        """Wrap the module, on any kind of device, and start the communication.
+
+        Wrapped again in the middle of a fit, as a module has to be whose parameters were replaced, it goes on with all
+        that is kept between steps, by name of the parameter.
+        """
         module = self._module()
         check_module(module)
         super().configure_ddp()
@@ -174,14 +171,32 @@ class CompressedDDPStrategy(DDPStrategy):
             raise TypeError(f"{type(self).__name__} needs DistributedDataParallel, not {type(model).__name__}")
         check_wrapped(model)
         self._names = {id(parameter): name for name, parameter in module.named_parameters()}
+        self._shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
+        if self._wrapped is module:
+            self._go_on(module)
+        else:
+            self._start(module)
+        if self.engine is not None:
+            model.register_comm_hook(None, make_hook(self._reduce))
+
+    def _go_on(self, module: LightningModule) -> None:
+        if self._plain_bytes is not None:
+            self._plain_bytes = dense_bytes(num_gradients(module), dist.get_world_size())
+        if self.engine is not None:
+            check_residuals(self.engine, {name: math.prod(shape) for name, shape in self._shapes.items()})
+            self._watch_module(self.engine, module)
+
+    def _start(self, module: LightningModule) -> None:
         self._close()
+        self._wrapped = module
         if self._loaded is None and self._trained is module:
             self._loaded = self._final_state
         self._final_state = self._trained = None
         if self._loaded is not None and self._bits is not None and self._loaded["bits"] is not None:
             self._bits.load_state_dict(self._loaded["bits"])
         self._step_wait = self._wait_seconds = 0.0
-        codec = self._codec(module)
+        codec = self._bits.codec() if self._bits is not None else self.compressor
+        codec = codec or measured_codec(module, self.root_device)
         if self.compressor is None and isinstance(codec, Identity):
             # nothing is faster here than what DDP does by itself
             self._plain_bytes = dense_bytes(num_gradients(module), dist.get_world_size())
@@ -190,22 +205,19 @@ class CompressedDDPStrategy(DDPStrategy):
         self.engine = CommEngine(codec, **self._engine_options, **self._transport)
         if self.engine.world_size == 1:
             rank_zero_info(f"{type(self).__name__}: a single process sends nothing, so nothing is compressed")
-        self._start_groups(self.engine, module)
+        self._watch_module(self.engine, module)
+
+    def _watch_module(self, engine: CommEngine, module: LightningModule) -> None:
+        self._unwatch_module()
+        self._router, self._planner = start_groups(self._groups, engine, module, self.root_device)
         if self._engine_options["dynamic"]:
             self._used = UsedParameters(module)
-        model.register_comm_hook(None, make_hook(self._reduce))
 
-    def _start_groups(self, engine: CommEngine, module: LightningModule) -> None:
-        self._router = BucketRouter()
-        if self._groups == "ddp" or engine.world_size == 1:
-            return
-        if isinstance(engine.codec, Identity):
-            rank_zero_info("groups: float32 travels in DDP's own buckets, so nothing is grouped")
-        elif self._groups == "auto":
-            self._planner = GroupPlanner(module, measure_link(device=self.root_device), self.root_device)
-        else:
-            check_groups(self._groups, module)
-            self._router = BucketRouter([tuple(names) for names in self._groups], join=True)
+    def _unwatch_module(self) -> None:
+        for watcher in (self._planner, self._used):
+            if watcher is not None:
+                watcher.close()
+        self._planner = self._used = None
 
     def on_exception(self, exception: BaseException) -> None:
         """Tell the other processes, which would wait for this one until the time-out, and learn who is missing."""
@@ -222,16 +234,14 @@ class CompressedDDPStrategy(DDPStrategy):
         super().teardown()
 
     def _close(self) -> None:
+        self._wrapped = None
         self._watch.close()
         if self.engine is not None:
             self._final_stats = self._stats(self.engine)
             if self._momenta is not None:
                 self._momenta.close()
                 self._momenta = None
-            for watcher in (self._planner, self._used):
-                if watcher is not None:
-                    watcher.close()
-            self._planner = self._used = None
+            self._unwatch_module()
             self.engine.close()
             self.engine = None
 
@@ -299,7 +309,7 @@ class CompressedDDPStrategy(DDPStrategy):
         optimizer = getattr(optimizer, "optimizer", optimizer)  # of Lightning's wrapper
         if self.engine is None:
             if self._plain_bytes is not None:
-                self._count_plain_step(self._plain_bytes)
+                self._final_stats = plain_stats(self._final_stats["steps"] + 1, self._plain_bytes)
             return super().optimizer_step(optimizer, closure, model, **kwargs)
         self._watch.add(optimizer)
         self._watch.executed = False
@@ -327,22 +337,14 @@ class CompressedDDPStrategy(DDPStrategy):
 
     def _end_step(self, engine: CommEngine) -> None:
         if engine.nonfinite is not None and self._scaler() is None:
-            rank_zero_warn(
-                f"the gradient of {engine.nonfinite} is not finite on some process; it reaches the optimiser as it is, "
-                "and the residuals keep their values",
-                category=RobustDistWarning,
-            )
+            warn_of_gradient(engine.nonfinite)
         engine.nonfinite = None
         if self._bits is not None:
             self._bits.end_step(engine, self._step_wait, executed=self._watch.executed)
         if self._planner is not None and self._watch.executed:
-            self._plan(engine, self._planner)
-
-    def _plan(self, engine: CommEngine, planner: GroupPlanner) -> None:
-        groups = planner.end_step(engine, self._engine_options["collective"])
-        if groups is not None:
-            self._planner = None
-            self._router = BucketRouter([group.names for group in groups], join=True)
+            groups = self._planner.end_step(engine, self._engine_options["collective"])
+            if groups is not None:
+                self._planner, self._router = None, BucketRouter([group.names for group in groups], join=True)
 
     def _scaler(self) -> Any:
         return getattr(self.precision_plugin, "scaler", None)
@@ -391,19 +393,29 @@ class CompressedDDPStrategy(DDPStrategy):
         state, self._loaded = self._loaded, None
         if state is None:
             return
-        if self._bits is not None and state["bits"] is not None:
-            self._bits.load_state_dict(state["bits"])
         self._step = state["step"]
-        if not isinstance(engine.codec, Identity):
-            # DDP begins with a single bucket and cuts it after the first step. A resumed run has to begin with the cut
-            # one, or chunks and draws of its first step would be others than in an uninterrupted run.
-            self._router = BucketRouter([tuple(names) for names in state["buckets"]], join=state["grouped"])
+        router = restore_communication(state, engine, self.global_rank, bits=self._bits, momenta=self._momenta)
+        if router is not None:
+            self._router = router
             if state["grouped"] and self._planner is not None:
                 self._planner.close()
                 self._planner = None
-        load_residuals(engine, state, self.global_rank)
-        if self._momenta is not None and state["momenta"] is not None:
-            self._momenta.load_state_dict(state["momenta"], self.global_rank)
+
+    def map_residuals(self, change: Change) -> None:
+        """Change what is kept between steps, for example after parameters were cut and before DDP wraps them again.
+
+        A collective: all processes call it between two steps, and go on as from a "reduced" checkpoint.
+
+        Args:
+            change: Takes the name of a parameter and a tensor of the shape it had when DDP wrapped it, for every vector
+                kept of it (rows of Q of ``PowerSGD`` as matrices of equal rows); returns the new one, as slicing does,
+                or None to forget the parameter. It must do the same on all processes.
+        """
+        if self.engine is not None:
+            new = map_residuals(self.engine, change, self._shapes, device=self.root_device)
+            if self._momenta is not None:
+                new |= self._momenta.map_residuals(change, self._shapes, self.root_device)
+            self._shapes |= new
 
     # --- figures
 
@@ -415,11 +427,6 @@ class CompressedDDPStrategy(DDPStrategy):
         ``wait_seconds``: how long backward waited for the network after its own work was done.
         """
         return self._final_stats if self.engine is None else self._stats(self.engine)
-
-    def _count_plain_step(self, num_bytes: float) -> None:
-        steps = self._final_stats["steps"] + 1
-        total = steps * num_bytes
-        self._final_stats = {**NOTHING_SENT, "steps": steps, "bytes_sent": total, "bytes_dense": total}
 
     def _stats(self, engine: CommEngine) -> dict[str, float]:
         stats = {**engine.comm_stats(), "wait_seconds": self._wait_seconds}
@@ -435,14 +442,6 @@ class CompressedDDPStrategy(DDPStrategy):
         return None if self._bits is None else self._bits.controller.bits
 
     # --- small things
-
-    def _codec(self, module: LightningModule) -> Compressor:
-        """Return the codec to begin with."""
-        if self._bits is not None:
-            return self._bits.codec()
-        if self.compressor is not None:
-            return self.compressor
-        return measured_codec(module, self.root_device)
 
     def _module(self) -> LightningModule:
         module = self.lightning_module

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import Literal
 
@@ -11,13 +11,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from robustdist._lightning import rank_zero_info
+from robustdist._lightning import LightningModule, rank_zero_info
+from robustdist.comm import Identity
 from robustdist.comm.cost import Collective, choose, sent_bytes
 from robustdist.comm.engine import CommEngine
 from robustdist.comm.grouping import Cost, Group, Profile, plan_groups
-from robustdist.comm.link import Link
+from robustdist.comm.link import Link, measure_link
+from robustdist.strategies.bucket_router import BucketRouter
+from robustdist.strategies.refusals import check_groups
 
-__all__ = ["GroupPlanner"]
+__all__ = ["GroupPlanner", "start_groups"]
 
 #: Backward passes that are watched; those before are slower, since buffers are made and buckets are cut.
 _SKIPPED, _WATCHED = 2, 3
@@ -97,3 +100,21 @@ class GroupPlanner:
                 self._ready[name] = perf_counter() - self._begin
 
         return note
+
+
+def start_groups(
+    groups: Literal["ddp", "auto"] | Sequence[Sequence[str]],
+    engine: CommEngine,
+    module: LightningModule,
+    device: torch.device,
+) -> tuple[BucketRouter, GroupPlanner | None]:
+    """Return what makes the groups at first, and what plans others; a collective for "auto"."""
+    if groups == "ddp" or engine.world_size == 1:
+        return BucketRouter(), None
+    if isinstance(engine.codec, Identity):
+        rank_zero_info("groups: float32 travels in DDP's own buckets, so nothing is grouped")
+        return BucketRouter(), None
+    if groups == "auto":
+        return BucketRouter(), GroupPlanner(module, measure_link(device=device), device)
+    check_groups(groups, module)
+    return BucketRouter([tuple(names) for names in groups], join=True), None

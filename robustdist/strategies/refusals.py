@@ -10,12 +10,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
 
-from robustdist._lightning import Callback, GradientAccumulationScheduler, LightningModule, Trainer
+from robustdist._lightning import Callback, GradientAccumulationScheduler, LightningModule, Trainer, rank_zero_warn
 from robustdist.comm import Compressor
 from robustdist.comm.cost import Collective, choose
 from robustdist.comm.overrides import check_overrides
 from robustdist.comm.residual_state import RESIDUALS
-from robustdist.errors import UsageError
+from robustdist.errors import RobustDistWarning, UsageError
 from robustdist.types import check_count
 
 __all__ = [
@@ -27,6 +27,7 @@ __all__ = [
     "check_skipped",
     "check_trainer",
     "check_wrapped",
+    "warn_of_gradient",
 ]
 
 #: Steps that a gradient scaler may skip one after the other; it finds its scale in some twenty.
@@ -165,4 +166,13 @@ def check_skipped(skipped: int, module: LightningModule, loss_scale: float) -> N
     raise RuntimeError(
         f"{skipped} optimiser steps in a row were skipped, at loss scale {loss_scale:g}: the gradient of "
         f"{name or 'a parameter'} is not finite; lower the learning rate, or train in precision bf16-mixed or 32"
+    )
+
+
+def warn_of_gradient(name: str) -> None:
+    """Say that a gradient is not finite."""
+    rank_zero_warn(
+        f"the gradient of {name} is not finite on some process; it reaches the optimiser as it is, and the residuals "
+        "keep their values",
+        category=RobustDistWarning,
     )

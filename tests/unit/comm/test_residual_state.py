@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
-from robustdist.comm import DGC, EF21, QSGD, Sign, TopK
+from robustdist import UsageError
+from robustdist.comm import DGC, EF21, QSGD, MomentumReducer, PowerSGD, Sign, TopK
 from robustdist.comm.engine import CommEngine
-from robustdist.comm.residual_state import load_residuals, save_residuals
+from robustdist.comm.residual_state import check_residuals, load_residuals, map_residuals, save_residuals
 from robustdist.core.testing import run_ranks
 
 SHAPES = {"a": (40, 33), "b": (7, 3), "c": (1201,)}
@@ -103,3 +106,85 @@ def test_ef21_tracks_the_mean_of_the_ranks_after_another_number_of_them():
 def test_reset_keeps_nothing():
     state = run_ranks(lambda rank: stage(rank, Sign(), {}, 0, 2, None, "reset"), 2)[0][2]
     assert state == {"mode": "reset", "world_size": 2}
+
+
+# --- changed by a function
+
+
+def step(engine, rank, number, shapes):
+    buffer = torch.randn(
+        sum(map(math.prod, shapes.values())), generator=torch.Generator().manual_seed(10 * number + rank)
+    )
+    parts = buffer.split([math.prod(shape) for shape in shapes.values()])
+    grads = {name: part.view(shape) for (name, shape), part in zip(shapes.items(), parts, strict=True)}
+    engine.submit(grads, buffer, step=number).wait()
+    engine.commit()
+    return grads
+
+
+def halves(name, x):
+    return None if name == "c" else x[:20]  # b has fewer rows
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("codec", [Sign(block=64), DGC(0.05), EF21(TopK(0.05)), PowerSGD(2)], ids=repr)
+def test_half_the_rows_of_a_parameter_keep_what_was_kept_of_them(codec):
+    def run(rank):
+        engine = CommEngine(codec, small=64, collective="auto" if isinstance(codec, PowerSGD) else "chunked")
+        for number in range(3):
+            step(engine, rank, number, SHAPES)
+        before = save_residuals(engine, "reduced", SIZES)
+        calls = []
+        new = map_residuals(engine, lambda name, x: calls.append((name, tuple(x.shape))) or halves(name, x), SHAPES)
+        assert new["a"] == (20, 33)
+        assert "c" not in new
+        assert ("a", (40, 33)) in calls
+        for slot, vectors in engine.memory.state_dict().items():
+            assert "c" not in vectors
+            assert torch.equal(vectors["a"].view(20, 33), before["memory"][slot]["a"].view(40, 33)[:20])
+            assert vectors["a"].any()
+        assert not (engine.owned and engine.owned.state_dict()["residual"])
+        if isinstance(codec, PowerSGD):  # rows are not in Q
+            assert torch.equal(engine.codec.state_dict()["start"]["a"], before["codec"]["start"]["a"])
+        check_residuals(engine, {"a": 20 * 33, "b": 21, "c": 600})
+        with pytest.raises(UsageError, match="a has 1320 elements, and what the compressor keeps of it has 660"):
+            check_residuals(engine, SIZES)
+        means = step(engine, rank, 3, {"a": (20, 33), "b": (7, 3), "c": (600,)})
+        check_residuals(engine, {"b": 21, "c": 600})
+        assert engine.memory.get("a") is None
+        engine.close()
+        return means
+
+    first, second = run_ranks(run, 2)
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_columns_are_cut_out_of_the_factors():
+    def run(rank):
+        engine = CommEngine(PowerSGD(2), small=64)
+        step(engine, rank, 0, SHAPES)
+        old = engine.codec.state_dict()["start"]["a"]
+        map_residuals(engine, lambda name, x: x[:, ::3] if name == "a" else None, SHAPES)
+        new = engine.codec.state_dict()["start"]
+        engine.close()
+        return new.keys() == {"a"} and torch.equal(new["a"], old[:, ::3])
+
+    assert run_ranks(run, 2) == [True, True]
+
+
+def test_a_function_that_treats_vectors_of_a_parameter_differently_is_refused():
+    def run(rank):
+        engine = CommEngine(EF21(TopK(0.05)), small=64)
+        step(engine, rank, 0, SHAPES)
+        rows = iter(range(1, 40))
+        with pytest.raises(UsageError, match="the function gave a several shapes"):
+            map_residuals(engine, lambda name, x: x[: next(rows)], SHAPES)
+        engine.close()
+        return True
+
+    assert run_ranks(run, 2) == [True, True]
+
+
+def test_a_residual_of_a_momentum_is_padded_as_it_is_sent():
+    reducer = run_ranks(lambda rank: [MomentumReducer(Sign(block=64), small=8).padded(torch.ones(5, 13))], 1)[0][0]
+    assert torch.equal(reducer, torch.cat([torch.ones(65), torch.zeros(63)]))
