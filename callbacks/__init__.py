@@ -4,6 +4,7 @@ import robustdist.strategies  # noqa: F401
 from robustdist.callbacks.adversarial_training import AdversarialTraining
 from robustdist.callbacks.catastrophic_overfitting_guard import CatastrophicOverfittingGuard
 from robustdist.callbacks.communication_monitor import CommunicationMonitor
+from robustdist.callbacks.domain_reweighting import DomainReweighting
 from robustdist.callbacks.learner_tuning import LearnerTuning
 from robustdist.callbacks.robust_evaluation import RobustEvaluation
 
@@ -11,6 +12,7 @@ __all__ = [
     "AdversarialTraining",
     "CatastrophicOverfittingGuard",
     "CommunicationMonitor",
+    "DomainReweighting",
     "LearnerTuning",
     "RobustEvaluation",
 ]

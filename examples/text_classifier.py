@@ -2,6 +2,7 @@
 
 import lightning.pytorch as pl
 import torch
+import torch.nn.functional as F
 from torchmetrics.functional import accuracy
 from transformers import AutoModelForSequenceClassification
 
@@ -37,15 +38,16 @@ class TextClassifier(pl.LightningModule):
         return loss
 
     def validation_step(self, batch, batch_idx, dataloader_idx=0):
-        self._evaluate(batch, "val_acc")
+        self._evaluate(batch, "val")
 
     def test_step(self, batch, batch_idx, dataloader_idx=0):
-        self._evaluate(batch, "test_acc")
+        self._evaluate(batch, "test")
 
-    def _evaluate(self, batch, name):
+    def _evaluate(self, batch, stage):
         logits = self(batch["input_ids"], batch["attention_mask"])
         value = accuracy(logits, batch["labels"], task="multiclass", num_classes=logits.shape[1])
-        self.log(name, value, prog_bar=True, batch_size=len(logits))
+        self.log(f"{stage}_acc", value, prog_bar=True, batch_size=len(logits))
+        self.log(f"{stage}_loss", F.cross_entropy(logits, batch["labels"]), batch_size=len(logits))
 
     def configure_optimizers(self):
         trained = [parameter for parameter in self.parameters() if parameter.requires_grad]

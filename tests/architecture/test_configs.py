@@ -93,6 +93,7 @@ def test_there_are_fragments_and_whole_configs():
         "attack",
         "checkpoint",
         "comm",
+        "domains",
         "evaluation",
         "guard",
         "learners",

@@ -36,7 +36,8 @@ PUBLIC = {
         "TorchAttack",
     ],
     "robustdist.callbacks": [
-        "AdversarialTraining", "CatastrophicOverfittingGuard", "CommunicationMonitor", "LearnerTuning",
+        "AdversarialTraining", "CatastrophicOverfittingGuard", "CommunicationMonitor", "DomainReweighting",
+        "LearnerTuning",
         "RobustEvaluation",
     ],
     "robustdist.comm": [
@@ -47,6 +48,10 @@ PUBLIC = {
     "robustdist.data": [
         "DigitsDataModule", "FashionMNISTDataModule", "ImageDataModule", "MNIST5kDataModule", "Parts",
         "PhotoPatchesDataModule", "UnlabeledMix", "VADERDataModule", "stratified_split",
+    ],
+    "robustdist.domains": [
+        "DomainMixer", "DomainSampler", "excess_losses", "find_domain_ids", "fit_scaling_laws", "floored",
+        "multiplicative_ratios", "next_potential", "predicted_loss", "with_sampler", "worst_mix",
     ],
     "robustdist.learners": ["Learners", "LowRankPair"],
     "robustdist.objectives": [

@@ -32,6 +32,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "core": _GROUND,
     "attacks": {*_GROUND, "core"},
     "comm": {*_GROUND, "core"},
+    "domains": {*_GROUND, "core"},
     "learners": {*_GROUND, "core"},
     "optim": {*_GROUND, "core"},
     "pruning": {*_GROUND, "core"},
@@ -53,6 +54,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "data": {*_GROUND, "core", "_lightning"},
     "callbacks": {
         *_BELOW_OBJECTIVES,
+        "domains",
         "learners",
         "objectives",
         "evaluation",
@@ -88,6 +90,7 @@ MAY_USE: dict[str, set[str]] = {
     "core": {*_TORCH, "torchmetrics"},
     "attacks": _TORCH,
     "comm": _TORCH,
+    "domains": _TORCH,
     "learners": _TORCH,
     "optim": _TORCH,
     "pruning": _TORCH,
@@ -205,7 +208,7 @@ def test_the_table_is_used_and_has_no_circle():
 
 
 def test_sibling_algorithms_do_not_know_each_other():
-    siblings = {"attacks", "comm", "learners", "optim", "pruning", "report", "data"}
+    siblings = {"attacks", "comm", "domains", "learners", "optim", "pruning", "report", "data"}
     assert {part: MAY_IMPORT[part] & siblings for part in siblings} == {part: set() for part in siblings}
 
 
