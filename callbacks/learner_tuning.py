@@ -78,7 +78,7 @@ class LearnerTuning(Callback):
             raise UsageError(f"priming_epochs={priming_epochs!r} must be a whole number of at least 0")
         self.learners = Learners(rank, targets=targets, head=head, prime=prime, alpha=alpha, method=method, seed=seed)
         self.priming_epochs = priming_epochs if method == "learners" else 0
-        self._priming = False
+        self._priming = self._looked = False
         self._trainer: Trainer | None = None
         self._final: dict[str, Any] = {}
 
@@ -87,7 +87,7 @@ class LearnerTuning(Callback):
         if stage != "fit":
             return
         self._finish()
-        self._final = {}
+        self._final, self._looked = {}, False
         with failing_together():
             self._check(trainer)
             self._priming = self.priming_epochs > 0
@@ -114,6 +114,20 @@ class LearnerTuning(Callback):
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """End priming when its epochs are over."""
         self._follow(trainer, pl_module)
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
+        """Look once whether all pairs take part; several optimisers may step different parts of a module."""
+        if self._looked or len(trainer.optimizers) > 1:
+            return
+        self._looked = True
+        silent = self.learners.silent()
+        if silent:
+            rank_zero_warn(
+                f"the pair beside {silent[0]} ({len(silent)} in all) got no gradient in the first step: either the "
+                "layer is not called as a module, or re-entrant activation checkpointing cuts it off (set "
+                "use_reentrant=False); name other layers in targets if this is right",
+                category=RobustDistWarning,
+            )
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Say if learners were never trained alone."""

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from robustdist.bench.auto_attack import bench_auto_attack
     from robustdist.bench.comm_accuracy import bench_comm_accuracy
     from robustdist.bench.comm_train import bench_comm_train
+    from robustdist.bench.learners import bench_learners
     from robustdist.bench.objectives import bench_objectives
     from robustdist.bench.text import bench_text
 
@@ -21,6 +22,7 @@ __all__ = [
     "bench_comm",
     "bench_comm_accuracy",
     "bench_comm_train",
+    "bench_learners",
     "bench_objectives",
     "bench_text",
 ]
@@ -29,6 +31,7 @@ _NEED_LIGHTNING = {
     "bench_auto_attack": "auto_attack",
     "bench_comm_accuracy": "comm_accuracy",
     "bench_comm_train": "comm_train",
+    "bench_learners": "learners",
     "bench_objectives": "objectives",
     "bench_text": "text",
 }

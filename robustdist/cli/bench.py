@@ -12,6 +12,7 @@ from robustdist.bench import (
     bench_comm,
     bench_comm_accuracy,
     bench_comm_train,
+    bench_learners,
     bench_objectives,
     bench_text,
 )
@@ -28,6 +29,7 @@ def run_bench(args: Sequence[str]) -> None:
             "comm": bench_comm,
             "comm_accuracy": bench_comm_accuracy,
             "comm_train": bench_comm_train,
+            "learners": bench_learners,
             "objectives": bench_objectives,
             "text": bench_text,
         },

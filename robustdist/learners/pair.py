@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["LowRankPair", "add_pair", "load_unmerged", "merge_pairs", "paired_layers", "unmerged"]
+__all__ = ["LowRankPair", "add_pair", "load_unmerged", "merge_pairs", "pair_of", "paired_layers", "unmerged"]
 
 _CHILD = "learner"
 
@@ -80,7 +80,7 @@ def paired_layers(module: nn.Module) -> dict[str, nn.Linear]:
 def merge_pairs(module: nn.Module) -> None:
     """Add every pair inside ``module`` to the weight of its layer and remove it; nothing of it stays behind."""
     for layer in paired_layers(module).values():
-        pair = _pair_of(layer)
+        pair = pair_of(layer)
         # a new tensor: whoever holds the old one, a state that is being saved for example, keeps its values
         layer.weight.data = layer.weight.data + pair.delta()
         for handle in pair.handles:
@@ -93,8 +93,8 @@ def unmerged(module: nn.Module) -> dict[str, dict[str, Tensor]]:
     return {
         name: {
             "weight": layer.weight.detach(),
-            "down": _pair_of(layer).down.detach(),
-            "up": _pair_of(layer).up.detach(),
+            "down": pair_of(layer).down.detach(),
+            "up": pair_of(layer).up.detach(),
         }
         for name, layer in paired_layers(module).items()
     }
@@ -104,20 +104,21 @@ def unmerged(module: nn.Module) -> dict[str, dict[str, Tensor]]:
 def load_unmerged(module: nn.Module, state: dict[str, dict[str, Tensor]]) -> None:
     """Write back what :func:`unmerged` returned; ``module`` has pairs of the same rank beside the same layers."""
     for name, layer in paired_layers(module).items():
-        pair = _pair_of(layer)
+        pair = pair_of(layer)
         layer.weight.copy_(state[name]["weight"])
         pair.down.copy_(state[name]["down"])
         pair.up.copy_(state[name]["up"])
 
 
-def _pair_of(layer: nn.Module) -> LowRankPair:
+def pair_of(layer: nn.Module) -> LowRankPair:
+    """Return the pair beside ``layer``, which has one."""
     pair = getattr(layer, _CHILD)
     assert isinstance(pair, LowRankPair)
     return pair
 
 
 def _add_output(layer: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
-    added: Tensor = _pair_of(layer)(args[0])
+    added: Tensor = pair_of(layer)(args[0])
     return output + added
 
 
@@ -125,10 +126,10 @@ def _hide_in_state_dict(layer: nn.Module, state: dict[str, Any], prefix: str, me
     for name in ("down", "up"):
         state.pop(f"{prefix}{_CHILD}.{name}", None)
     weight = state[f"{prefix}weight"]
-    state[f"{prefix}weight"] = weight + _pair_of(layer).delta()
+    state[f"{prefix}weight"] = weight + pair_of(layer).delta()
 
 
 def _restart_on_load(layer: nn.Module, state: dict[str, Any], prefix: str, *args: Any) -> None:
-    pair = _pair_of(layer)
+    pair = pair_of(layer)
     state[f"{prefix}{_CHILD}.down"] = pair.down.detach()
     state[f"{prefix}{_CHILD}.up"] = torch.zeros_like(pair.up)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from robustdist.core.rng import derive_seed
 from robustdist.errors import UsageError
-from robustdist.learners.pair import LowRankPair, add_pair, load_unmerged, merge_pairs, unmerged
+from robustdist.learners.pair import LowRankPair, add_pair, load_unmerged, merge_pairs, pair_of, paired_layers, unmerged
 from robustdist.learners.selection import (
     ALL_LINEAR,
     ATTENTION,
@@ -135,6 +135,10 @@ class Learners:
     def trained(self) -> dict[str, nn.Parameter]:
         """Return the parameters that are trained now, by name."""
         return {name: p for name, p in self._attached().named_parameters() if p.requires_grad}
+
+    def silent(self) -> list[str]:
+        """Return the layers whose pair has no gradient: after a backward pass, those it did not take part in."""
+        return [name for name, layer in paired_layers(self._attached()).items() if pair_of(layer).up.grad is None]
 
     def state_dict(self) -> dict[str, Any]:
         """Return rank, scale and the unmerged matrices, by reference."""

