@@ -6,7 +6,9 @@ from robustdist.callbacks.catastrophic_overfitting_guard import CatastrophicOver
 from robustdist.callbacks.communication_monitor import CommunicationMonitor
 from robustdist.callbacks.domain_reweighting import DomainReweighting
 from robustdist.callbacks.learner_tuning import LearnerTuning
+from robustdist.callbacks.pruning_files import explain_pruned_files
 from robustdist.callbacks.robust_evaluation import RobustEvaluation
+from robustdist.callbacks.structured_pruning import StructuredPruning
 
 __all__ = [
     "AdversarialTraining",
@@ -15,4 +17,7 @@ __all__ = [
     "DomainReweighting",
     "LearnerTuning",
     "RobustEvaluation",
+    "StructuredPruning",
 ]
+
+explain_pruned_files()

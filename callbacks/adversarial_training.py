@@ -227,6 +227,10 @@ class AdversarialTraining(Callback):
         """Give the strategy and the module back as they were."""
         self._release(trainer)
 
+    def follow_pruning(self, recipe: Any) -> None:
+        """Let the objective cut the weights it keeps, when :class:`StructuredPruning` has removed some."""
+        self.objective.follow_pruning(recipe.slice_like)
+
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Add the objective's memory; that of every process where they differ."""
         states = objective_states(self.objective)

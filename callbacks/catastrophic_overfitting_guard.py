@@ -348,6 +348,10 @@ class CatastrophicOverfittingGuard(Callback):
             category=RobustDistWarning,
         )
 
+    def follow_pruning(self, recipe: Any) -> None:
+        """Drop the snapshot, whose shapes the module no longer has; the next healthy check makes one."""
+        self._snapshot = None
+
     def state_dict(self) -> dict[str, Any]:
         """Return history, subset and the last good weights: tensors and plain types."""
         return {

@@ -35,6 +35,11 @@ class Progress:
         # counted from 1: a ramp that starts at zero shall not waste the first step on a radius of zero
         return min(1.0, (self.num_steps + 1) / self._num_total_steps)
 
+    @property
+    def done(self) -> float:
+        """Share of the training that lies behind, in [0, 1]."""
+        return 1.0 if self._num_total_steps is None else min(1.0, self.num_steps / self._num_total_steps)
+
     def reset(self) -> None:
         """Begin a new training."""
         self.num_steps, self.started_at = 0, None

@@ -23,6 +23,7 @@ __all__ = [
     "LightningDataModule",
     "LightningModule",
     "ModelCheckpoint",
+    "MultiProcessingLauncher",
     "SaveConfigCallback",
     "StrategyRegistry",
     "Trainer",
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
     )
     from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
     from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
+    from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher as MultiProcessingLauncher
     from lightning_utilities.core.rank_zero import rank_zero_debug, rank_zero_info, rank_zero_only, rank_zero_warn
 else:
     _root = importlib.import_module(PACKAGE)
@@ -64,6 +66,7 @@ else:
     _strategies = importlib.import_module(f"{PACKAGE}.strategies")
     DDPStrategy = _strategies.DDPStrategy
     StrategyRegistry = _strategies.StrategyRegistry
+    MultiProcessingLauncher = _strategies.launchers._MultiProcessingLauncher
     WeightAveraging = _callbacks.WeightAveraging
     LightningDataModule = _root.LightningDataModule
     LightningModule = _root.LightningModule

@@ -109,6 +109,15 @@ class Objective(ABC):
         """Forget what earlier steps left, at the start of a training."""
         return
 
+    def follow_pruning(self, slice_like: Callable[[str, Tensor], Tensor | None]) -> None:
+        """Cut what is kept of the module's weights, after some of them were removed.
+
+        Args:
+            slice_like: Takes the name of a parameter and a tensor of its former shape; returns what is left of it, or
+                None if it cannot be cut.
+        """
+        return
+
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed training needs: tensors and plain values, empty for an objective without memory."""
         return {}

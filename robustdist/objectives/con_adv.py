@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -83,6 +83,13 @@ class ConAdv(Objective):
         """Forget all past weights."""
         self._past.clear()
         self._trained = {}
+
+    def follow_pruning(self, slice_like: Callable[[str, Tensor], Tensor | None]) -> None:
+        """Cut the past weights; ``slice_like`` as in :meth:`Objective.follow_pruning`."""
+        for past in self._past:
+            cut = {name: slice_like(name, values) for name, values in past.items()}
+            past.clear()
+            past.update({name: values for name, values in cut.items() if values is not None})
 
     def state_dict(self) -> dict[str, Any]:
         """Return the past weights, equal on all processes."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
@@ -56,6 +57,10 @@ class Wrapper(Objective):
     def reset(self) -> None:
         """Let the base objective forget."""
         self.base.reset()
+
+    def follow_pruning(self, slice_like: Callable[[str, Tensor], Tensor | None]) -> None:
+        """Let the base objective cut what it keeps."""
+        self.base.follow_pruning(slice_like)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the base objective."""

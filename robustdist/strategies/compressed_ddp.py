@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from robustdist._lightning import DDPStrategy, LightningModule, Trainer, rank_zero_info
+from robustdist._lightning import LightningModule, Trainer, rank_zero_info
 from robustdist.comm import Compressor, Identity
 from robustdist.comm.controller import BitController
 from robustdist.comm.cost import Collective, dense_bytes
@@ -29,6 +29,7 @@ from robustdist.strategies.bucket_router import BucketRouter
 from robustdist.strategies.comm_checkpoint import KEY, communication_state, restore_communication
 from robustdist.strategies.comm_hook import GradBucket, make_hook
 from robustdist.strategies.group_planner import GroupPlanner, start_groups
+from robustdist.strategies.launchers import FollowsStructure
 from robustdist.strategies.momentum_sync import MomentumSync
 from robustdist.strategies.refusals import (
     check_codec,
@@ -46,7 +47,7 @@ from robustdist.strategies.used_parameters import UsedParameters
 __all__ = ["CompressedDDPStrategy"]
 
 
-class CompressedDDPStrategy(DDPStrategy):
+class CompressedDDPStrategy(FollowsStructure):
     r"""Lightning's DDP, with the gradients sent through a codec.
 
     Each process sends :math:`C(v_i)` with :math:`v_i = g_i + e_i` instead of :math:`g_i`, keeps

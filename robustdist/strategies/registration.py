@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from robustdist._lightning import StrategyRegistry
 from robustdist.strategies.compressed_ddp import CompressedDDPStrategy
+from robustdist.strategies.launchers import RobustDDPStrategy
 from robustdist.strategies.quantized_data import QuantizedDataStrategy
 
 __all__ = ["register_strategies"]
 
 #: Names of strategies; with "_fork" and "_spawn" for the other ways to start processes, as Lightning names its own.
-STRATEGIES = {"ddp_compressed": CompressedDDPStrategy, "ddp_quantized_data": QuantizedDataStrategy}
+STRATEGIES = {
+    "ddp_compressed": CompressedDDPStrategy,
+    "ddp_quantized_data": QuantizedDataStrategy,
+    "robust_ddp": RobustDDPStrategy,
+}
 
 
 def register_strategies() -> None:

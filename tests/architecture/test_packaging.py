@@ -37,8 +37,7 @@ PUBLIC = {
     ],
     "robustdist.callbacks": [
         "AdversarialTraining", "CatastrophicOverfittingGuard", "CommunicationMonitor", "DomainReweighting",
-        "LearnerTuning",
-        "RobustEvaluation",
+        "LearnerTuning", "RobustEvaluation", "StructuredPruning",
     ],
     "robustdist.comm": [
         "BF16", "DGC", "EF21", "FP8", "FP16", "QSGD", "BitController", "BitSchedule", "Compressor", "ErrorFeedback",
@@ -59,7 +58,7 @@ PUBLIC = {
         "FriendlyAT", "GradAlign", "Objective", "ObjectiveContext",
     ],
     "robustdist.optim": ["LALR", "OneBitAdam"],
-    "robustdist.strategies": ["CompressedDDPStrategy", "QuantizedDataStrategy"],
+    "robustdist.strategies": ["CompressedDDPStrategy", "QuantizedDataStrategy", "RobustDDPStrategy"],
     "robustdist.evaluation": ["Records", "RobustTally", "SavedExamples", "load_examples", "remeasure"],
     "robustdist.diagnostics": [
         "Diagnosis", "Part", "Subset", "diagnose", "examine", "not_run", "with_diagnosis",

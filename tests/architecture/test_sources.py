@@ -64,7 +64,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "strategies",
         "_lightning",
     },
-    "strategies": {*_GROUND, "core", "comm", "optim", "_lightning"},
+    "strategies": {*_GROUND, "core", "comm", "optim", "pruning", "_lightning"},
     "cli": {
         *_BELOW_OBJECTIVES,
         "evaluation",
@@ -120,6 +120,9 @@ FOREIGN_PRIVATE: dict[str, set[str]] = {
     "core.muted": {"_modules"},  # torch.nn.Module
     "pruning.cost": {"_scaled_dot_product_flash_attention_for_cpu"},  # torch: an operator its flop counter leaves out
     "strategies.refusals": {"_in_backward_optimizers", "_use_python_reducer"},  # torch: what a hook cannot serve
+    "_lightning": {"_MultiProcessingLauncher"},  # the public name of its module is private
+    "strategies.launchers": {"_recover_results_in_main_process", "_start_method"},  # its launcher, DDPStrategy
+    "callbacks.pruning_surgery": {"_average_model"},  # WeightAveraging: the averaged copy of the module
     "callbacks.learner_tuning": {"_average_model"},  # WeightAveraging: the averaged copy of the module
     "callbacks.robust_evaluation": {"_generate_state_key"},  # Callback
     "cli.lightning_cli": {"_get", "_prepare_subcommand_kwargs", "_run_subcommand", "_set_seed"},  # LightningCLI
@@ -319,11 +322,22 @@ def test_inner_workings_of_lightning_are_not_even_ours_by_name(name):
 
 
 @pytest.mark.parametrize(
-    ("owner", "module"), [("LightningCLI", "cli.lightning_cli"), ("Callback", "callbacks.robust_evaluation")]
+    ("owner", "module"),
+    [
+        ("LightningCLI", "cli.lightning_cli"),
+        ("Callback", "callbacks.robust_evaluation"),
+    ],
 )
 def test_the_private_names_of_lightning_are_still_there(owner, module):
     cls = getattr(_lightning, owner)
     assert [name for name in sorted(FOREIGN_PRIVATE[module]) if not callable(getattr(cls, name, None))] == []
+
+
+def test_the_inner_workings_that_pruning_needs_are_still_there():
+    launcher = _lightning.MultiProcessingLauncher
+    assert "worker_output" in inspect.signature(launcher._recover_results_in_main_process).parameters
+    assert _lightning.DDPStrategy(start_method="fork")._start_method == "fork"
+    assert _lightning.WeightAveraging()._average_model is None
 
 
 # --- one name for each thing

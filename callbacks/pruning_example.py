@@ -1,0 +1,71 @@
+"""A small input out of the user's batch, for finding groups and counting costs."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from robustdist.core.batch import BatchAdapter
+from robustdist.core.forward import Forward, bind_forward
+from robustdist.errors import UsageError
+
+__all__ = ["example_of", "forward_of"]
+
+#: Samples are not needed for structure; two, because batch norms of one sample per channel refuse in train mode.
+_ROWS = 2
+
+
+def example_of(module: nn.Module, batch: Any, input_key: str | int | None) -> Any:
+    """Return what the module's forward is called with: two samples of ``batch``.
+
+    Batches of floating-point inputs are taken apart as for attacks; others, such as token ids with a mask, are kept
+    whole.
+    """
+    try:
+        located = BatchAdapter(input_key).locate(batch)
+    except UsageError:
+        if input_key is not None:
+            raise
+        return _first_rows(batch)
+    return located.x[:_ROWS].detach()
+
+
+def forward_of(forward: Forward) -> Callable[[nn.Module, Any], Any]:
+    """Return the function (module, example) -> output that ``forward`` names.
+
+    Of a batch that is no tensor, the model gets what its forward has parameters for: entries of a mapping by name,
+    those of a sequence in order.
+    """
+
+    def run(module: nn.Module, example: Any) -> Any:
+        function = bind_forward(module, forward, example)
+        if isinstance(example, Tensor) or not isinstance(function, nn.Module):
+            return function(example)
+        names = _parameters(function)
+        if isinstance(example, Mapping):
+            return function(**{key: value for key, value in example.items() if names is None or key in names})
+        entries = list(example) if isinstance(example, (list, tuple)) else [example]
+        return function(*entries[: len(entries) if names is None else len(names)])
+
+    return run
+
+
+def _parameters(module: nn.Module) -> list[str] | None:
+    """Names of what ``module.forward`` takes by position; None if it takes anything."""
+    parameters = inspect.signature(module.forward).parameters.values()
+    if any(parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL) for parameter in parameters):
+        return None
+    return [parameter.name for parameter in parameters]
+
+
+def _first_rows(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value[:_ROWS].detach() if value.dim() else value
+    if isinstance(value, Mapping):
+        return {key: _first_rows(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_first_rows(entry) for entry in value)
+    return value

@@ -1,0 +1,78 @@
+"""Cuts a module in the middle of a fit, and takes along everything that has the shape of its parameters."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+from torch import nn
+
+from robustdist._lightning import Callback, DDPStrategy, LightningModule, Trainer, WeightAveraging
+from robustdist.core.ranks import gathered
+from robustdist.errors import UsageError
+from robustdist.pruning import PruningRecipe, optimizers_follow
+from robustdist.pruning.surgery import check_no_graph_is_held
+
+__all__ = ["averaged_modules", "check_hashes", "cut_in_fit"]
+
+
+def cut_in_fit(trainer: Trainer, module: LightningModule, recipe: PruningRecipe) -> list[str]:
+    """Carry ``recipe`` out on ``module`` between two optimiser steps, on all ranks together.
+
+    Parameters keep their identity. The state of optimisers, averaged copies of the module, the residuals of compressed
+    communication and what other callbacks keep (those with a method ``follow_pruning(recipe)``) are cut alike; DDP,
+    which remembers old shapes, wraps the module anew and gets its communication hook again.
+
+    Returns:
+        Names of parameters whose optimiser state could not be cut and starts anew.
+
+    Raises:
+        UsageError: If somebody holds on to a gradient graph with the old shapes, or ranks have different recipes.
+    """
+    strategy: Any = trainer.strategy
+    check_hashes(recipe)
+    shapes = {name: parameter.shape for name, parameter in module.named_parameters()}
+    wrapped = isinstance(strategy, DDPStrategy) and strategy.model is not module
+    if wrapped:
+        strategy.model = module
+        gc.collect()  # DDP is in a cycle with its own hooks; while it lives, so do the graph nodes with the old shapes
+    recipe.apply(module)
+    check_no_graph_is_held(module)
+    reset = optimizers_follow(trainer.optimizers, module, recipe, shapes)
+    for average in averaged_modules(trainer):
+        recipe.apply(average)
+    if hasattr(strategy, "map_residuals"):
+        strategy.map_residuals(recipe.slice_like)
+    for callback in _callbacks(trainer):
+        follow = getattr(callback, "follow_pruning", None)
+        if callable(follow):
+            follow(recipe)
+    if wrapped:
+        strategy.configure_ddp()
+    return reset
+
+
+def averaged_modules(trainer: Trainer) -> list[nn.Module]:
+    """Return the averaged copies that Lightning's callbacks keep of the module."""
+    models = [callback._average_model for callback in _callbacks(trainer) if isinstance(callback, WeightAveraging)]
+    return [model.module for model in models if model is not None]
+
+
+def check_hashes(recipe: PruningRecipe) -> None:
+    """Compare the recipes of all ranks.
+
+    Raises:
+        UsageError: On all of them, if two differ.
+    """
+    hashes = gathered(recipe.hash())
+    others = [str(rank) for rank, found in enumerate(hashes) if found != hashes[0]]
+    if others:
+        error = UsageError(
+            f"rank {', '.join(others)} would prune other units than rank 0: build the same model on all ranks"
+        )
+        error.shared = True
+        raise error
+
+
+def _callbacks(trainer: Any) -> list[Callback]:
+    return list(trainer.callbacks)

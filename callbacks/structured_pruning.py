@@ -1,0 +1,400 @@
+"""Structured pruning while a module is trained: units masked by schedule, then really removed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from fnmatch import fnmatch
+from typing import Any, Literal, TypeAlias, get_args
+
+import torch
+from torch import Tensor, nn
+
+from robustdist._lightning import (
+    Callback,
+    LightningModule,
+    MultiProcessingLauncher,
+    Trainer,
+    rank_zero_info,
+    rank_zero_warn,
+)
+from robustdist.callbacks.progress import Progress
+from robustdist.callbacks.pruning_example import example_of, forward_of
+from robustdist.callbacks.pruning_files import follow_checkpoints, release_checkpoints
+from robustdist.callbacks.pruning_surgery import averaged_modules, check_hashes, cut_in_fit
+from robustdist.callbacks.pruning_teacher import Teacher
+from robustdist.core.forward import Forward
+from robustdist.core.ranks import failing_together
+from robustdist.core.redirect import check_module_can_be_called
+from robustdist.errors import RobustDistWarning, UsageError
+from robustdist.pruning import PruningRecipe, UnitGroup, UnitMasks, compile_recipe, discover
+from robustdist.pruning.batch_norm import BatchNormRecalibration
+from robustdist.pruning.cost import CostModel
+from robustdist.pruning.groups import Kind
+from robustdist.pruning.importance import make_criterion, named_tensors
+from robustdist.pruning.loading import RECIPE_KEY
+from robustdist.pruning.schedule import PruningSchedule
+from robustdist.pruning.selection import Removed, Target, select
+
+__all__ = ["StructuredPruning"]
+
+Removal: TypeAlias = Literal["scheduled", "never"]
+
+
+class StructuredPruning(Callback):
+    """Makes an unmodified module smaller while it is trained: channels, heads, FFN units really removed.
+
+    Coupled units are found at the first batch. As ``schedule`` says, the least important ones are held at zero, with
+    their gradients and moments, in all layers that make or read them; at its end they are cut out of the tensors, and
+    training goes on with the small module, under the same optimisers, whose state is cut alike. Scores come from the
+    gradients of training, so under :class:`AdversarialTraining` they are those of the robust loss, and they are taken
+    after the reduction over processes, so all remove the same units; a hash is compared.
+
+    Checkpoints before the removal have the shapes of the dense module and load into it as usual; later ones load with
+    :func:`robustdist.pruning.load_pruned`, which needs neither this callback nor torch-pruning. A resumed training
+    gets its structure from the checkpoint before the weights are loaded. After the removal
+    ``pl_module.pruning_recipe`` is the :class:`~robustdist.pruning.PruningRecipe`.
+
+    Args:
+        target: What is left: ``{"macs": 0.5}``, ``{"params": 0.5}`` or ``{"width": 0.5}`` (shares in (0, 1]),
+            ``{"latency_ms": 8.0}``, or the width of every layer, ``{"heads": 6, "ffn": 768}``.
+        method: ``taylor``, ``magnitude``, ``bn_scale``, ``movement`` or ``random``.
+        schedule: ``{"kind": "one_shot" | "iterative" | "cubic", "start": 0.1, "end": 0.6}``, shares of the training;
+            default one_shot at 0.1.
+        kinds: Which kinds of units may go: ``channels``, ``heads``, ``ffn``, ``hidden``.
+        ignore: Patterns of group names (see ``robustdist plan``) that stay whole.
+        round_to: Widths are multiples of it where there are more units.
+        uniform: Keep the same share in every layer, instead of one threshold for all.
+        min_units: Units that stay in every group.
+        removal: ``scheduled``, or ``never`` to leave the units masked: checkpoints keep the dense shapes.
+        bn_recalibration_batches: After the removal, batch norms take the plain average of the statistics of so many
+            training batches in place of a moving one, which remembers the dense network.
+        distill: Weight w in [0, 1] of the dense module as a teacher: the loss becomes
+            (1 - w) loss + w T^2 KL(teacher || student), on the batch that the step sees, attacked or not. Twice the
+            forward cost, and the teacher's weights in every checkpoint.
+        distill_temperature: T.
+        forward: What gives the logits, as in :class:`AdversarialTraining`; default the module itself.
+        input_key: Where the input stands in a batch, if it cannot be told.
+        seed: Seed of ``random``.
+        method_options: Further arguments of the criterion, for example ``{"p": 1}`` for ``magnitude``.
+
+    Raises:
+        UsageError: For options out of range; at the start of fit for strategies with sharded weights, for start methods
+            after which the main process cannot load the small module, and for models with nothing to remove.
+
+    Example:
+        >>> StructuredPruning(target={"macs": 0.5}, method="magnitude").target
+        Target(name='macs', value=0.5, shape={})
+    """
+
+    def __init__(
+        self,
+        target: Mapping[str, float | int | str],
+        method: str = "taylor",
+        *,
+        schedule: Mapping[str, Any] | None = None,
+        kinds: Sequence[Kind] = ("channels", "heads", "ffn"),
+        ignore: Sequence[str] = (),
+        round_to: int = 8,
+        uniform: bool = False,
+        min_units: int = 1,
+        removal: Removal = "scheduled",
+        bn_recalibration_batches: int = 50,
+        distill: float = 0.0,
+        distill_temperature: float = 2.0,
+        forward: Forward = None,
+        input_key: str | int | None = None,
+        seed: int = 0,
+        method_options: Mapping[str, Any] | None = None,
+    ) -> None:
+        if removal not in get_args(Removal):
+            raise UsageError(f"removal={removal!r} is unknown: use {' or '.join(get_args(Removal))}")
+        unknown = set(kinds) - set(get_args(Kind))
+        if unknown or not kinds:
+            raise UsageError(f"kinds={list(kinds)}: give some of {', '.join(get_args(Kind))}")
+        if bn_recalibration_batches < 0:
+            raise UsageError(f"bn_recalibration_batches={bn_recalibration_batches} must not be negative")
+        self.target = Target.parse(target)
+        self.method = method
+        self.schedule = PruningSchedule.parse(schedule)
+        self.kinds = tuple(kinds)
+        self.ignore = tuple(ignore)
+        self.round_to = round_to
+        self.uniform = uniform
+        self.min_units = min_units
+        self.removal = removal
+        self.bn_recalibration_batches = bn_recalibration_batches
+        self.forward = forward
+        self.input_key = input_key
+        options = dict(method_options or {})
+        self._options = {"seed": seed, **options} if method == "random" else options
+        self.criterion = make_criterion(method, **self._options)
+        self.groups: list[UnitGroup] = []
+        self.removed: Removed = {}
+        self._way = 0.0
+        self._cut = False
+        self._cost: CostModel | None = None
+        self._masks: UnitMasks | None = None
+        self._progress = Progress()
+        self._seen_steps = 0
+        self._tensors: dict[str, Tensor] = {}
+        self._recalibration = BatchNormRecalibration(bn_recalibration_batches)
+        if distill and not (forward is None or isinstance(forward, str)):
+            raise UsageError("distill: forward must be the path of the part that training_step calls, not a function")
+        self._teacher = Teacher(distill, distill_temperature, forward if isinstance(forward, str) else "")
+
+    # --- life of a fit
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Check the combination; see to it that a pruned checkpoint finds its structure before its weights."""
+        if stage == "fit":
+            with failing_together():
+                check_module_can_be_called(trainer.strategy, "StructuredPruning")
+                if self.removal == "scheduled":
+                    _check_main_process_can_follow(trainer)
+                self._teacher.enrol(trainer, pl_module)
+            self._forget()
+        follow_checkpoints(trainer, pl_module, stage)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Start to count executed optimiser steps."""
+        self._teacher.begin(pl_module)
+        self._progress.start(trainer, pl_module, "StructuredPruning(schedule)")
+        self._seen_steps = self._progress.num_steps
+        self._recalibration.attach(pl_module)
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Find the groups at the first batch."""
+        if self.groups or self._cut:
+            return
+        with failing_together():
+            example = example_of(pl_module, batch, self.input_key)
+            forward = forward_of(self.forward)
+            found = discover(pl_module, example, forward=forward)
+            groups = self._chosen(found)
+            self._tensors = named_tensors(pl_module)
+            self._cost = CostModel(pl_module, groups, lambda: forward(pl_module, example))
+            # what cannot be scored or reached is refused before anything is trained
+            trial = {group.name: torch.zeros(group.size) for group in groups}
+            if not self.criterion.needs_gradients:
+                trial = {group.name: self.criterion.score(group, self._tensors) for group in groups}
+            self._select(groups, trial, 1.0)
+        self.groups = groups
+        if self.removed:
+            self._mask(trainer, pl_module)
+        self._after_step(trainer, pl_module)
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
+        """Score the units by the gradients of this step; those of masked units are zero."""
+        if self._cut or not self.groups:
+            return
+        if self._masks is not None:
+            self._masks.apply_to_gradients()
+        if self.criterion.needs_gradients and _all_finite(optimizer):
+            held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+            groups = [group for group in self.groups if _belongs(group, self._tensors, held)]
+            self.criterion.observe(groups, self._tensors)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """After an executed step: hold masked units at zero, mask more, or cut them out."""
+        self._progress.end_batch(pl_module)
+        self._recalibration.count(pl_module)
+        if self._progress.num_steps == self._seen_steps or self._cut:
+            return
+        self._seen_steps = self._progress.num_steps
+        if self._masks is not None:
+            self._masks.apply()
+            self._masks.apply_to_moments(trainer.optimizers)
+        self._after_step(trainer, pl_module)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Cut what is still only masked; say so if training was too short for the schedule."""
+        if self._cut or self.removal == "never" or not self.groups:
+            return
+        if self._way < 1:
+            self._choose(trainer, pl_module, 1.0)
+        self._remove(trainer, pl_module)
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Leave nothing of ours on the module but its recipe."""
+        self._release(pl_module)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Leave nothing of ours on the module but its recipe."""
+        self._release(pl_module)
+
+    # --- checkpoints
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Add the recipe that was carried out on the weights."""
+        recipe = getattr(pl_module, "pruning_recipe", None)
+        if recipe is not None:
+            checkpoint[RECIPE_KEY] = recipe.to_dict()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return scores, masked units and progress."""
+        return {
+            "method": self.method,
+            "criterion": self.criterion.state_dict(),
+            "removed": {name: list(units) for name, units in self.removed.items()},
+            "way": self._way,
+            "cut": self._cut,
+            "teacher": self._teacher.state_dict(),
+            "recalibration": self._recalibration.state_dict(),
+            **self._progress.state_dict(),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on where the checkpoint was."""
+        if state_dict["method"] == self.method:
+            self.criterion.load_state_dict(state_dict["criterion"])
+        elif not state_dict["cut"]:
+            rank_zero_warn(
+                f"method={self.method!r} starts its scores anew: the checkpoint has those of {state_dict['method']!r}",
+                category=RobustDistWarning,
+            )
+        self.removed = {name: list(units) for name, units in state_dict["removed"].items()}
+        self._way = float(state_dict["way"])
+        self._cut = bool(state_dict["cut"])
+        self._teacher.load_state_dict(state_dict["teacher"])
+        self._recalibration.load_state_dict(state_dict["recalibration"])
+        self._progress.load_state_dict(state_dict)
+
+    # --- steps of pruning
+
+    def _chosen(self, found: Sequence[UnitGroup]) -> list[UnitGroup]:
+        """The groups that ``kinds`` and ``ignore`` leave."""
+        groups = [group for group in found if group.kind in self.kinds]
+        if not groups:
+            kinds = ", ".join(sorted({group.kind for group in found}))
+            raise UsageError(f"kinds={list(self.kinds)}: the model only has {kinds}; add them")
+        for pattern in self.ignore:
+            if not any(fnmatch(group.name, pattern) for group in groups):
+                names = ", ".join(group.name for group in groups[:8])
+                raise UsageError(f"ignore={pattern!r} matches no group: they are {names}")
+        groups = [group for group in groups if not any(fnmatch(group.name, pattern) for pattern in self.ignore)]
+        if not groups:
+            raise UsageError(f"ignore={list(self.ignore)} leaves no group to prune: drop a pattern")
+        return groups
+
+    def _after_step(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Go as far as the schedule says."""
+        wanted = self.schedule.progress(self._share())
+        # a criterion without a single step has nothing to say yet
+        if wanted > self._way and (self._progress.num_steps or not self.criterion.needs_gradients):
+            self._choose(trainer, pl_module, wanted)
+        if self._way >= 1 and self.removal == "scheduled":
+            self._remove(trainer, pl_module)
+
+    def _share(self) -> float:
+        """Share of the training that is done."""
+        return self._progress.done
+
+    def _choose(self, trainer: Trainer, pl_module: LightningModule, way: float) -> None:
+        scores = {group.name: self.criterion.score(group, self._tensors) for group in self.groups}
+        self.removed = trainer.strategy.broadcast(self._select(self.groups, scores, way))
+        self._way = way
+        self._mask(trainer, pl_module)
+        assert self._cost is not None
+        cost = self._cost.of(self.removed)
+        figures = {
+            "prune/amount": _amount(self.groups, self.removed),
+            "prune/params": float(cost.params),
+            "prune/macs": float(cost.macs),
+        }
+        if trainer.training and not trainer.fit_loop.done:  # not at the end of fit, where Lightning refuses logs
+            pl_module.log_dict(figures, on_step=True, on_epoch=False)
+
+    def _select(self, groups: list[UnitGroup], scores: dict[str, Tensor], way: float) -> Removed:
+        return select(
+            groups,
+            scores,
+            target=self.target,
+            progress=way,
+            cost=self._cost,
+            uniform=self.uniform,
+            round_to=self.round_to,
+            min_units=self.min_units,
+            removed=self.removed,
+        )
+
+    def _mask(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        recipe = self._recipe(pl_module)
+        check_hashes(recipe)
+        self._masks = UnitMasks(pl_module, recipe)
+        self._masks.apply()
+        self._masks.apply_to_moments(trainer.optimizers)
+        for average in averaged_modules(trainer):
+            UnitMasks(average, recipe).apply()
+
+    def _recipe(self, pl_module: nn.Module) -> PruningRecipe:
+        provenance = {
+            "method": self.method,
+            "target": {self.target.name: dict(self.target.shape) or self.target.value},
+            "step": self._progress.num_steps,
+            "torch": str(torch.__version__),
+        }
+        return compile_recipe(pl_module, self.groups, self.removed, provenance=provenance)
+
+    def _remove(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        recipe = self._recipe(pl_module)
+        before = sum(parameter.numel() for parameter in pl_module.parameters())
+        reset = cut_in_fit(trainer, pl_module, recipe)
+        pl_module.pruning_recipe = recipe  # type: ignore[assignment]
+        self._cut, self._masks, self._cost, self.groups, self._tensors = True, None, None, [], {}
+        after = sum(parameter.numel() for parameter in pl_module.parameters())
+        self._recalibration.start(pl_module)
+        rank_zero_info(
+            f"StructuredPruning: {before:,} -> {after:,} parameters ({after / before - 1:+.1%}) "
+            f"after {self._progress.num_steps} steps"
+        )
+        if reset:
+            rank_zero_warn(
+                f"the optimiser's state of {len(reset)} parameters ({reset[0]}, ...) is factored and starts anew",
+                category=RobustDistWarning,
+            )
+
+    def _forget(self) -> None:
+        """Begin a new training; a checkpoint is restored after this."""
+        self.criterion = make_criterion(self.method, **self._options)
+        self.groups, self.removed, self._way, self._cut = [], {}, 0.0, False
+        self._masks, self._cost, self._tensors = None, None, {}
+        self._progress.reset()
+        self._recalibration = BatchNormRecalibration(self.bn_recalibration_batches)
+
+    def _release(self, pl_module: LightningModule) -> None:
+        release_checkpoints(pl_module)
+        self._teacher.dismiss()
+        self._progress.stop()
+        self._recalibration.detach(pl_module)
+        self._masks, self._cost, self.groups, self._tensors = None, None, [], {}
+
+
+def _check_main_process_can_follow(trainer: Trainer) -> None:
+    """Refuse forked and spawned processes whose main process loads the weights without knowing the structure.
+
+    Raises:
+        UsageError: Naming strategies that can.
+    """
+    launcher: Any = trainer.strategy.launcher
+    if isinstance(launcher, MultiProcessingLauncher) and not getattr(launcher, "follows_structure", False):
+        raise UsageError(
+            "StructuredPruning: the main process of forked or spawned training could not load the small module: use "
+            "strategy='robust_ddp_fork', 'robust_ddp_spawn' or 'ddp', or removal='never'"
+        )
+
+
+def _all_finite(optimizer: Any) -> bool:
+    gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    return all(bool(torch.isfinite(gradient).all()) for gradient in gradients)
+
+
+def _belongs(group: UnitGroup, tensors: Mapping[str, Tensor], held: set[int]) -> bool:
+    """Whether the optimiser that is about to step holds a layer that reads the units."""
+    return any(id(tensors[member.tensor]) in held for member in group.consumers)
+
+
+def _amount(groups: Sequence[UnitGroup], removed: Removed) -> float:
+    """Removed share of all units."""
+    return sum(len(units) for units in removed.values()) / sum(group.size for group in groups)
