@@ -58,7 +58,7 @@ class UnitGroup:
         size: Number of units, at least 1.
         members: The places that vanish with them.
         attributes: Attributes to count anew after a removal.
-        swap: Path of an ``nn.MultiheadAttention`` that has to change its class before heads can go, or ``None``.
+        swaps: Paths of ``nn.MultiheadAttention`` modules that have to change their class before units can go.
     """
 
     name: str
@@ -66,7 +66,7 @@ class UnitGroup:
     size: int
     members: tuple[Member, ...]
     attributes: tuple[UnitAttribute, ...] = ()
-    swap: str | None = None
+    swaps: tuple[str, ...] = ()
     #: Units that may never go, for example those a frozen layer fixes.
     locked: frozenset[int] = field(default_factory=frozenset)
 
