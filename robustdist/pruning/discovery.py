@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 
 from robustdist.errors import UsageError
-from robustdist.pruning.groups import UnitGroup
+from robustdist.pruning.groups import Kind, UnitGroup
+from robustdist.pruning.hidden import norms_over_survivors
 from robustdist.pruning.masks import mask_units
 from robustdist.pruning.recipe import compile_recipe
 from robustdist.pruning.spare import call, spare_copy, undisturbed
 from robustdist.pruning.tracing import traced_groups
+from robustdist.pruning.transformers import transformer_groups
 
-__all__ = ["check_groups", "discover"]
+__all__ = ["check_groups", "check_layers", "discover"]
 
 #: |masked - removed| over the largest output, above which a group is not what it says.
 _TOLERANCE = 1e-4
@@ -26,27 +29,69 @@ def discover(
     example: Any = None,
     *,
     forward: Callable[[nn.Module, Any], Any] | None = None,
+    kinds: Collection[Kind] = ("channels", "heads", "ffn"),
+    refused: dict[str, str] | None = None,
 ) -> list[UnitGroup]:
     """Return the groups of units that can be removed from ``module``, which is not touched.
 
-    Every group is tried on a copy: zeroing units must give what removing them gives. Groups that fail, because
-    something else depends on them, are left out.
+    Transformers are found by their structure, channels of convolutional networks by tracing; a network that is both,
+    such as a transformer behind a stem of convolutions, has groups of either source, of different tensors.
+
+    With an example every group is tried on a copy: zeroing units must give what removing them gives. Groups that fail,
+    because something else depends on them, are left out.
 
     Args:
         module: The dense module.
         example: A small input batch; needed for convolutional networks.
         forward: Maps (module, example) to the output; default ``module(example)``.
+        kinds: What to look for. ``hidden``, the width of a residual stream, is not looked for by default.
+        refused: Path or group name -> why it cannot be pruned, filled.
 
     Raises:
         UsageError: If there is nothing that can be removed.
     """
-    groups = check_groups(module, traced_groups(module, example, forward=forward), example, forward=forward)
+    notes: dict[str, str] = {} if refused is None else refused
+    groups = transformer_groups(module, kinds=kinds, refused=notes)
+    convolutions = sum(isinstance(layer, _ConvNd) for layer in module.modules())
+    if "channels" in kinds and (not groups or convolutions > 1):  # one alone cuts an image into patches
+        claimed = {member.tensor for group in groups for member in group.members}
+        traced = [group for group in traced_groups(module, example, forward=forward) if group.kind in kinds]
+        groups += [group for group in traced if claimed.isdisjoint(member.tensor for member in group.members)]
+    if example is not None:
+        right = check_groups(module, groups, example, forward=forward)
+        gone = {group.name for group in groups} - {group.name for group in right}
+        notes.update(dict.fromkeys(sorted(gone), "something else depends on its units"))
+        groups = right
     if not groups:
+        reasons = "; ".join(f"{path or 'the model'}: {reason}" for path, reason in notes.items())
         raise UsageError(
-            f"nothing in {type(module).__name__} can be removed: it has no layer inside whose channels only layers "
-            "that can lose them depend on"
+            f"nothing in {type(module).__name__} can be removed ({reasons or 'no layer inside'}): prune a model with "
+            "layers inside whose units only layers that can lose them depend on"
         )
     return groups
+
+
+def check_layers(
+    module: nn.Module,
+    layers: Sequence[str],
+    example: Any,
+    *,
+    forward: Callable[[nn.Module, Any], Any] | None = None,
+) -> list[str]:
+    """Return those of the blocks ``layers`` that return what they are given first, changed but of its shape."""
+    spare, right = spare_copy(module), dict.fromkeys(layers, False)
+
+    def note(path: str, given: Sequence[Any], kwargs: dict[str, Any], out: Any) -> None:
+        first = next(iter([*given, *kwargs.values()]), None)
+        right[path] = isinstance(first, Tensor) and isinstance(out, Tensor) and first.shape == out.shape
+
+    for path in layers:
+        spare.get_submodule(path).register_forward_hook(
+            lambda block, given, kwargs, out, path=path: note(path, given, kwargs, out), with_kwargs=True
+        )
+    with undisturbed(), torch.no_grad():
+        (forward or call)(spare, example)
+    return [path for path in layers if right[path]]
 
 
 def check_groups(
@@ -73,8 +118,10 @@ def _removal_is_right(
             masked = spare_copy(module)
             _unsettle(masked)
             small = spare_copy(masked)
+            recipe = compile_recipe(small, groups, removed)
             mask_units(masked, groups, removed)
-            compile_recipe(small, groups, removed).apply(small)
+            norms_over_survivors(masked, recipe)
+            recipe.apply(small)
             expected, found = _outputs(run(masked, example)), _outputs(run(small, example))
     except (RuntimeError, ValueError, TypeError, IndexError, AssertionError, AttributeError):
         return False  # the small model does not run: something that depends on these units was not found

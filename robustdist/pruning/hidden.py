@@ -15,6 +15,7 @@ from robustdist.errors import UsageError
 from robustdist.pruning.groups import Member, Role, UnitAttribute, UnitGroup
 from robustdist.pruning.heads import WIDTH, Attention, nested_off
 from robustdist.pruning.projections import as_projection, integers, join
+from robustdist.pruning.recipe import PruningRecipe
 
 __all__ = ["hidden_group", "norms_over_survivors"]
 
@@ -146,29 +147,26 @@ def _along(values: Tensor, x: Tensor, dim: int) -> Tensor:
     return values.view(shape)
 
 
-def norms_over_survivors(module: nn.Module, group: UnitGroup, removed: Iterable[int]) -> list[RemovableHandle]:
-    """Let the norms of a hidden group take their statistics over the units that stay, while units are masked.
+def norms_over_survivors(module: nn.Module, recipe: PruningRecipe) -> list[RemovableHandle]:
+    """Let norms over units that are masked, and not yet cut, take their statistics over the others.
 
-    Zeros in the place of removed dimensions change mean and variance of a LayerNorm or RMSNorm, so that a masked model
-    would compute something else than the one without them.
+    Zeros in the place of removed dimensions change mean and variance of a LayerNorm or RMSNorm, so that the masked
+    model would compute something else than the one without them.
 
     Args:
         module: The dense module, its removed units at zero.
-        group: A group of kind ``hidden``; of any other kind there is nothing to do.
-        removed: Units that are masked.
+        recipe: What is to be removed; if no norm runs over it, nothing is done.
 
     Returns:
         Handles; ``remove()`` on each ends it.
     """
-    gone = list(removed)
     handles: list[RemovableHandle] = []
-    if group.kind != "hidden" or not gone:
-        return handles
-    for member, keep in group.kept(gone):
-        owner = module.get_submodule(member.tensor.rpartition(".")[0])
-        if member.role == "norm" and member.tensor.endswith(".weight") and _is_norm(owner):
+    for cut in recipe.cuts:
+        path, _, name = cut.tensor.rpartition(".")
+        owner = module.get_submodule(path)
+        if name == "weight" and _is_norm(owner):
             # torchvision's LayerNorm over the channels of images has them in dimension 1
             dim = 1 if type(owner).__name__ == "LayerNorm2d" else -1
-            hooks = _OverSurvivors(keep, isinstance(owner, nn.LayerNorm), dim)
+            hooks = _OverSurvivors(torch.tensor(cut.keep), isinstance(owner, nn.LayerNorm), dim)
             handles += [owner.register_forward_pre_hook(hooks.before), owner.register_forward_hook(hooks.after)]
     return handles

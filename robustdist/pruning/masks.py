@@ -62,11 +62,11 @@ class UnitMasks:
 
 def mask_units(module: nn.Module, groups: Iterable[UnitGroup], removed: Mapping[str, Sequence[int]]) -> None:
     """Zero units of ``module`` in place, everywhere in their groups."""
-    tensors = dict(module.named_parameters())
+    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     with torch.no_grad():
         for group in groups:
             for member, keep in group.kept(removed.get(group.name, ())):
-                if member.tensor in tensors and not bool(keep.all()):
+                if member.tensor in tensors and not bool(keep.all()) and not _statistics(member.tensor):
                     tensor = tensors[member.tensor]
                     _zero(tensor.data, [(member.dim, (~keep).nonzero().flatten().to(tensor.device))])
 

@@ -291,7 +291,7 @@ def compile_recipe(
     aliases = tensor_aliases(module)
     keeps: dict[tuple[str, int], Tensor] = {}
     attributes: dict[str, dict[str, Any]] = {}
-    swaps = []
+    swaps: list[str] = []
     for group in groups:
         gone = sorted(set(removed.get(group.name, ())))
         if not gone:
@@ -303,8 +303,7 @@ def compile_recipe(
         for attribute in group.attributes:
             left = attribute.per_unit * (group.size - len(gone))
             attributes.setdefault(attribute.module, {})[attribute.name] = left
-        if group.swap is not None and group.swap not in swaps:
-            swaps.append(group.swap)
+        swaps.extend(group.swaps)
     cuts = tuple(
         Cut(tensor, dim, tuple(keep.tolist())) for (tensor, dim), keep in sorted(keeps.items(), key=lambda e: e[0])
     )
@@ -314,7 +313,7 @@ def compile_recipe(
         dense=Fingerprint.of(module),
         cuts=cuts,
         attributes=attributes,
-        swaps=tuple(swaps),
+        swaps=tuple(dict.fromkeys(swaps)),
         dropped_layers=tuple(dropped_layers),
         aliases=aliases,
         provenance=dict(provenance or {}),

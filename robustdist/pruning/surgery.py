@@ -78,7 +78,7 @@ def _drop_layers(recipe: PruningRecipe, module: nn.Module, log: UndoLog) -> None
         parent_path, _, name = path.rpartition(".")
         parent = module.get_submodule(parent_path)
         layer = parent.get_submodule(name)
-        parent.add_module(name, PassThrough())
+        parent.add_module(name, PassThrough(layer))
         log.note(lambda parent=parent, name=name, layer=layer: parent.add_module(name, layer))  # type: ignore[misc]
 
 

@@ -72,10 +72,10 @@ def masked_and_removed(
 ) -> tuple[nn.Module, nn.Module]:
     """Return two copies of ``module``: one with units at zero, one without them."""
     masked, small = copy.deepcopy(module), copy.deepcopy(module)
+    recipe = compile_recipe(module, groups, removed, dropped_layers=dropped_layers)
     mask_units(masked, groups, removed)
-    for group in groups:
-        norms_over_survivors(masked, group, removed.get(group.name, ()))
-    compile_recipe(small, groups, removed, dropped_layers=dropped_layers).apply(small)
+    norms_over_survivors(masked, recipe)
+    recipe.apply(small)
     return masked, small
 
 
