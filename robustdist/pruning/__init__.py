@@ -7,6 +7,7 @@ from robustdist.pruning.masks import UnitMasks
 from robustdist.pruning.optimizer import optimizers_follow
 from robustdist.pruning.recipe import PruningRecipe, compile_recipe
 from robustdist.pruning.tracing import traced_groups
+from robustdist.pruning.transformers import droppable_layers, transformer_groups
 
 __all__ = [
     "RECIPE_KEY",
@@ -19,8 +20,10 @@ __all__ = [
     "UnitMasks",
     "compile_recipe",
     "discover",
+    "droppable_layers",
     "load_pruned",
     "optimizers_follow",
     "pruned_loading",
     "traced_groups",
+    "transformer_groups",
 ]

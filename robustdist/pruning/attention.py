@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -75,7 +75,7 @@ class SlimMultiheadAttention(nn.MultiheadAttention):
         return (out if self.batch_first else out.transpose(0, 1)), weights
 
     def _projected(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
-        packed = self._parameters["in_proj_weight"]
+        packed = cast("Tensor | None", self.in_proj_weight)  # None with widths of their own
         if packed is not None and query is key and key is value:
             return F.linear(query, packed, self.in_proj_bias).chunk(3, -1)
         apart = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.conv import _ConvNd
 
 from robustdist.errors import UsageError
 from robustdist.pruning.groups import Kind, UnitGroup
@@ -52,7 +51,7 @@ def discover(
     """
     notes: dict[str, str] = {} if refused is None else refused
     groups = transformer_groups(module, kinds=kinds, refused=notes)
-    convolutions = sum(isinstance(layer, _ConvNd) for layer in module.modules())
+    convolutions = sum(isinstance(layer, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) for layer in module.modules())
     if "channels" in kinds and (not groups or convolutions > 1):  # one alone cuts an image into patches
         claimed = {member.tensor for group in groups for member in group.members}
         traced = [group for group in traced_groups(module, example, forward=forward) if group.kind in kinds]

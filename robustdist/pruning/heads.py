@@ -11,7 +11,15 @@ from torch import Tensor, nn
 
 from robustdist.pruning.attention import SlimMultiheadAttention
 from robustdist.pruning.groups import Member, UnitAttribute, UnitGroup
-from robustdist.pruning.projections import Projection, as_projection, integers, is_below, join, projections_in
+from robustdist.pruning.projections import (
+    Projection,
+    as_projection,
+    integers,
+    is_below,
+    join,
+    own_parameter,
+    projections_in,
+)
 
 __all__ = ["WIDTH", "Attention", "find_attentions", "nested_off"]
 
@@ -83,7 +91,7 @@ def find_attentions(module: nn.Module, notes: dict[str, str]) -> Iterator[Attent
 def _torch_heads(module: nn.Module, path: str, part: nn.MultiheadAttention) -> UnitGroup:
     units = _blocks(part.num_heads, part.head_dim)
     members: list[Member] = []
-    if part._parameters["in_proj_weight"] is None:
+    if own_parameter(part, "in_proj_weight") is None:
         names = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
         members.extend(Member(join(path, name), 0, units, "producer") for name in names)
     else:

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.conv import _ConvNd
 from torch.utils.hooks import RemovableHandle
 
 from robustdist.errors import UsageError
@@ -73,7 +72,7 @@ def _places(path: str, part: nn.Module, width: int, inner: bool, outer: bool) ->
     elif isinstance(part, nn.Embedding):
         if part.embedding_dim == width:
             yield "weight", 1, "producer"
-    elif isinstance(part, _ConvNd) and part.in_channels != width and not part.transposed:
+    elif isinstance(part, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) and part.in_channels != width:
         if part.out_channels == width:
             yield from ((name, 0, "producer") for name in wide)
     elif _is_norm(part):
@@ -134,7 +133,7 @@ class _OverSurvivors:
 
     def after(self, module: nn.Module, args: tuple[Any, ...], out: Tensor) -> Tensor:
         """Take the spread back."""
-        bias: Tensor | None = module._parameters.get("bias")
+        bias: Tensor | None = getattr(module, "bias", None)
         if bias is None:
             return out / self.scale
         shift = _along(bias, out, self.dim)

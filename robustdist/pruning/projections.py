@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from robustdist.pruning.groups import Member, UnitAttribute
 
-__all__ = ["Projection", "as_projection", "integers", "is_below", "join", "projections_in"]
+__all__ = ["Projection", "as_projection", "integers", "is_below", "join", "own_parameter", "projections_in"]
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Projection:
     def produces(self, units: Tensor) -> list[Member]:
         """Weight and bias, whose rows make ``units``."""
         members = [Member(join(self.path, "weight"), self.row_dim, units, "producer")]
-        if self.layer._parameters.get("bias") is not None:
+        if own_parameter(self.layer, "bias") is not None:
             members.append(Member(join(self.path, "bias"), 0, units, "producer"))
         return members
 
@@ -59,7 +59,7 @@ class Projection:
 
 def as_projection(path: str, layer: nn.Module) -> Projection | None:
     """Return ``layer`` as a projection; ``None`` if it is none, or if its weight is computed from others."""
-    weight = layer._parameters.get("weight")
+    weight = own_parameter(layer, "weight")
     if weight is None or weight.dim() != 2:
         return None
     if isinstance(layer, nn.Linear):
@@ -75,6 +75,11 @@ def projections_in(root: nn.Module, path: str, without: Iterable[str] = ()) -> I
         found = None if any(is_below(full, other) for other in skipped) else as_projection(full, layer)
         if found is not None:
             yield found
+
+
+def own_parameter(module: nn.Module, name: str) -> nn.Parameter | None:
+    """Return the parameter ``name`` of ``module`` itself, if there is one."""
+    return dict(module.named_parameters(recurse=False, remove_duplicate=False)).get(name)
 
 
 def integers(module: nn.Module) -> dict[str, int]:

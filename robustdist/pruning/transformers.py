@@ -80,7 +80,7 @@ def droppable_layers(module: nn.Module) -> list[str]:
             if isinstance(parent, (nn.ModuleList, nn.Sequential)):
                 siblings = list(parent.children())
                 alike = len(siblings) > 1 and len({type(sibling) for sibling in siblings}) == 1
-                if alike and _can_be_dropped(module, parent_path, path, first=name == next(iter(parent._modules))):
+                if alike and _can_be_dropped(module, parent_path, path, first=name == next(parent.named_children())[0]):
                     found[path] = None
                 break
             path = parent_path
