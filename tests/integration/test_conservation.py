@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import lightning.pytorch as pl
 import pytest
 import torch
@@ -100,22 +102,28 @@ CASES = {
 }
 
 
+def train(folder, case, compressor):
+    kind, strategy, options = CASES[case]
+    return run(
+        folder, kind(), shares(*toy_images(96), 8), processes=2, collect=outcome, use_distributed_sampler=False,
+        strategy=compressed(compressor, collective="chunked", **strategy), **options,
+    )[0]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def put_in(tmp_path_factory):
+    """Return the sums of gradients of a case, which no codec changes: weights stay."""
+    return functools.cache(lambda case: train(tmp_path_factory.mktemp("exact"), case, Identity())[0])
+
+
 @pytest.mark.parametrize("codec", [Sign(), TopK(0.1), QSGD(bits=4)], ids=repr)
 @pytest.mark.parametrize("case", CASES)
-def test_nothing_is_lost(tmp_path, case, codec):
-    kind, strategy, options = CASES[case]
-
-    def train(compressor):
-        return run(
-            tmp_path, kind(), shares(*toy_images(96), 8), processes=2, collect=outcome, use_distributed_sampler=False,
-            strategy=compressed(compressor, collective="chunked", **strategy), **options,
-        )[0]  # fmt: skip
-
-    expected, _ = train(Identity())
-    delivered, kept = train(codec)
+def test_nothing_is_lost(tmp_path, put_in, case, codec):
+    expected = put_in(case)
+    delivered, kept = train(tmp_path, case, codec)
     assert expected.keys() == delivered.keys()
     assert any(bool(vector.any()) for vector in kept.values())
     scale = sum(float(total.square().sum()) for total in expected.values()) ** 0.5
     for name, total in expected.items():
         left = kept[name].double().view(total.shape) if name in kept else 0.0
-        assert float((delivered[name] + left - total).norm()) < (2e-3 if "plugins" in options else 1e-5) * scale
+        assert float((delivered[name] + left - total).norm()) < (2e-3 if case == "skipped step" else 1e-5) * scale

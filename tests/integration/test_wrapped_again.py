@@ -87,7 +87,7 @@ def fit(folder, module, codec, callbacks=(), collect=None, **options):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("codec", [Sign(), TopK(0.1), DGC(0.1), EF21(TopK(0.1)), PowerSGD(2)], ids=repr)
+@pytest.mark.parametrize("codec", [Sign(), DGC(0.1), EF21(TopK(0.1)), PowerSGD(2)], ids=repr)
 def test_a_training_goes_on_as_if_nothing_had_been(tmp_path, codec):
     """With a single bucket, whose parameters DDP puts into another order, gathered payloads say the same."""
     expected = fit(tmp_path, Classifier(Odd()), codec, bucket_cap_mb=25)

@@ -56,7 +56,7 @@ def test_delivered_and_kept_is_what_was_put_in_over_4_then_2_then_3_ranks(codec,
     expected = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in SHAPES.items()}
     state = None
     for place, world_size in enumerate([4, 2, 3]):
-        arguments = (codec, {"collective": collective}, 10 * place, 6, state, "reduced")
+        arguments = (codec, {"collective": collective}, 10 * place, 4, state, "reduced")
         results = run_ranks(lambda rank, *args: stage(rank, *args), world_size, *arguments)
         state = results[0][2]
         for other in results[1:]:
