@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["PreActResNet", "ResNet", "small_conv_net"]
+__all__ = ["PreActResNet", "ResNet", "ResidualNet", "small_conv_net"]
 
 _BLOCKS_PER_STAGE = 2
 _STRIDES = (1, 2, 2, 2)
@@ -118,6 +121,36 @@ class ResNet(nn.Module):
                 channels = out_channels
         self.blocks = nn.Sequential(*blocks)
         self.classifier = nn.Linear(channels, num_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return logits of shape (batch, classes)."""
+        logits: Tensor = self.classifier(self.blocks(self.stem(x)).mean((2, 3)))
+        return logits
+
+
+class ResidualNet(nn.Module):
+    """A stem and post-activation blocks of given widths, each after the first of half the size; for small images.
+
+    Args:
+        widths: Channels of the stem, and of one block each.
+        in_channels: Channels of the images.
+        num_classes: Length of the logits.
+
+    Example:
+        >>> import torch
+        >>> ResidualNet((8, 8, 16))(torch.rand(2, 1, 8, 8)).shape
+        torch.Size([2, 10])
+    """
+
+    def __init__(self, widths: Sequence[int], in_channels: int = 1, num_classes: int = 10) -> None:
+        super().__init__()
+        stem = widths[0]
+        self.stem = nn.Sequential(
+            nn.Conv2d(in_channels, stem, 3, padding=1, bias=False), nn.BatchNorm2d(stem), nn.ReLU()
+        )
+        pairs = zip(widths[:-1], widths[1:], strict=True)
+        self.blocks = nn.Sequential(*(_Block(a, b, 1 if place == 0 else 2) for place, (a, b) in enumerate(pairs)))
+        self.classifier = nn.Linear(widths[-1], num_classes)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return logits of shape (batch, classes)."""

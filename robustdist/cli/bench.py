@@ -14,6 +14,7 @@ from robustdist.bench import (
     bench_comm_train,
     bench_learners,
     bench_objectives,
+    bench_prune_accuracy,
     bench_text,
 )
 
@@ -31,6 +32,7 @@ def run_bench(args: Sequence[str]) -> None:
             "comm_train": bench_comm_train,
             "learners": bench_learners,
             "objectives": bench_objectives,
+            "prune_accuracy": bench_prune_accuracy,
             "text": bench_text,
         },
         args=list(args),
