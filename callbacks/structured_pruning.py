@@ -169,7 +169,7 @@ class StructuredPruning(Callback):
         with failing_together():
             example = example_of(pl_module, batch, self.input_key)
             forward = forward_of(self.forward)
-            found = discover(pl_module, example, forward=forward)
+            found = discover(pl_module, example, forward=forward, kinds=self.kinds)
             groups = self._chosen(found)
             self._tensors = named_tensors(pl_module)
             self._cost = CostModel(pl_module, groups, lambda: forward(pl_module, example))
@@ -264,16 +264,12 @@ class StructuredPruning(Callback):
     # --- steps of pruning
 
     def _chosen(self, found: Sequence[UnitGroup]) -> list[UnitGroup]:
-        """The groups that ``kinds`` and ``ignore`` leave."""
-        groups = [group for group in found if group.kind in self.kinds]
-        if not groups:
-            kinds = ", ".join(sorted({group.kind for group in found}))
-            raise UsageError(f"kinds={list(self.kinds)}: the model only has {kinds}; add them")
+        """The groups that ``ignore`` leaves."""
         for pattern in self.ignore:
-            if not any(fnmatch(group.name, pattern) for group in groups):
-                names = ", ".join(group.name for group in groups[:8])
+            if not any(fnmatch(group.name, pattern) for group in found):
+                names = ", ".join(group.name for group in found[:8])
                 raise UsageError(f"ignore={pattern!r} matches no group: they are {names}")
-        groups = [group for group in groups if not any(fnmatch(group.name, pattern) for pattern in self.ignore)]
+        groups = [group for group in found if not any(fnmatch(group.name, pattern) for pattern in self.ignore)]
         if not groups:
             raise UsageError(f"ignore={list(self.ignore)} leaves no group to prune: drop a pattern")
         return groups

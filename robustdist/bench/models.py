@@ -148,7 +148,7 @@ class ResidualNet(nn.Module):
         self.stem = nn.Sequential(
             nn.Conv2d(in_channels, stem, 3, padding=1, bias=False), nn.BatchNorm2d(stem), nn.ReLU()
         )
-        pairs = zip(widths[:-1], widths[1:], strict=True)
+        pairs = pairwise(widths)
         self.blocks = nn.Sequential(*(_Block(a, b, 1 if place == 0 else 2) for place, (a, b) in enumerate(pairs)))
         self.classifier = nn.Linear(widths[-1], num_classes)
 
