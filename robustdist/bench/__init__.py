@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from robustdist.bench.learners import bench_learners
     from robustdist.bench.objectives import bench_objectives
     from robustdist.bench.prune_accuracy import bench_prune_accuracy
+    from robustdist.bench.prune_text import bench_prune_text
     from robustdist.bench.text import bench_text
 
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "bench_learners",
     "bench_objectives",
     "bench_prune_accuracy",
+    "bench_prune_text",
     "bench_text",
 ]
 
@@ -36,6 +38,7 @@ _NEED_LIGHTNING = {
     "bench_learners": "learners",
     "bench_objectives": "objectives",
     "bench_prune_accuracy": "prune_accuracy",
+    "bench_prune_text": "prune_text",
     "bench_text": "text",
 }
 

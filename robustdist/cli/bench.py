@@ -15,6 +15,7 @@ from robustdist.bench import (
     bench_learners,
     bench_objectives,
     bench_prune_accuracy,
+    bench_prune_text,
     bench_text,
 )
 
@@ -33,6 +34,7 @@ def run_bench(args: Sequence[str]) -> None:
             "learners": bench_learners,
             "objectives": bench_objectives,
             "prune_accuracy": bench_prune_accuracy,
+            "prune_text": bench_prune_text,
             "text": bench_text,
         },
         args=list(args),
