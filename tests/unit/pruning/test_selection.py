@@ -86,7 +86,7 @@ def model():
 
 
 @pytest.mark.filterwarnings("ignore:target .* the next size below")
-@pytest.mark.parametrize(("name", "uniform"), itertools.product(["params", "macs"], [True, False]))
+@pytest.mark.parametrize(("name", "uniform"), list(itertools.product(["params", "macs"], [True, False])))
 def test_the_target_is_met_by_the_least_removal_and_grows_with_it(model, name, uniform):
     cost, groups = model
     scores, before = random_scores(groups), None
