@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from robustdist.core.guard import module_mode
 from robustdist.pruning.groups import UnitGroup
 from robustdist.pruning.importance import named_tensors
 
@@ -197,18 +198,14 @@ class _Recorder:
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Count while a forward pass runs."""
-        modes = [(part, part.training) for part in self.module.modules()]
         with ExitStack() as stack:
-            for path, part in self.module.named_modules(remove_duplicate=True):
+            for path, part in self.module.named_modules():
                 stack.enter_context(_removing(part.register_forward_pre_hook(self._enter)))
                 stack.enter_context(_removing(part.register_forward_hook(self._leaver(path), with_kwargs=True)))
-            self.module.eval()
-            try:
-                with torch.no_grad(), self._counter:
-                    yield
-            finally:
-                for part, training in modes:
-                    part.training = training
+            stack.enter_context(module_mode(self.module, "eval"))
+            stack.enter_context(_unfused_attention())
+            with torch.no_grad(), self._counter:
+                yield
         self.unassigned = self._counter.get_total_flops() / 2 - self._layers
 
     def _enter(self, part: nn.Module, inputs: Any) -> None:
@@ -258,6 +255,17 @@ def _removing(handle: Any) -> Iterator[None]:
         yield
     finally:
         handle.remove()
+
+
+@contextmanager
+def _unfused_attention() -> Iterator[None]:
+    """Let ``nn.MultiheadAttention`` do its products one by one: fused ones are not counted."""
+    fused = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fused)
 
 
 def _cpu_attention() -> dict[Any, Any]:

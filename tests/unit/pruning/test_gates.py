@@ -114,8 +114,11 @@ def test_packed_attention_is_gated_once_for_query_key_and_value():
     with Gates(net, [group]) as gates:
         gates.set({"hidden": z})
         torch.testing.assert_close(net(x, x, value=x)[0], expected)
+    packed = []
     with Gates(net, [group]) as gates:
+        net.register_forward_pre_hook(lambda part, args: packed.append(args[0] is args[1] is args[2]))
         net(x, x, x)[0].square().sum().backward()
+        assert packed == [True]
         torch.testing.assert_close(gates.gradients()["hidden"], gate_gradient(group, named_tensors(net)))
 
 
