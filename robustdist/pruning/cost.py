@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from robustdist.core.guard import module_mode
 from robustdist.pruning.groups import UnitGroup
 from robustdist.pruning.importance import named_tensors
 
@@ -31,16 +33,6 @@ class Cost:
 
     params: int
     macs: int
-
-
-@dataclass(frozen=True)
-class _Part:
-    """Something whose size is a factor times kept shares: one tensor, or the attention products of one layer."""
-
-    params: float
-    macs: float
-    #: One entry per dimension that loses indices: its size, and how many of them each unit of which group takes along.
-    dims: tuple[tuple[int, tuple[tuple[str, Tensor], ...]], ...]
 
 
 def keep_values(groups: Iterable[UnitGroup], removed: Mapping[str, Sequence[int]]) -> dict[str, Tensor]:
@@ -73,45 +65,48 @@ class CostModel:
     def __init__(
         self, module: nn.Module, groups: Sequence[UnitGroup], forward: Callable[[], object] | None = None
     ) -> None:
-        self._sizes = {group.name: group.size for group in groups}
-        tensors = named_tensors(module)
         recorder = _Recorder(module)
         if forward is not None:
             with recorder.recording():
                 forward()
-        dims: dict[tuple[int, int], dict[str, Tensor]] = {}
+        self._starts: dict[str, tuple[int, int]] = {}
+        for group in groups:
+            self._starts[group.name] = sum(size for _, size in self._starts.values()), group.size
+        self._shares = _Shares()
+        places = self._dimensions(groups, named_tensors(module))
+        sizes: dict[tuple[int, ...], list[float]] = {}
+        for tensor in module.parameters():
+            dims = [self._shares.add(size, places.get((id(tensor), dim), {})) for dim, size in enumerate(tensor.shape)]
+            total = sizes.setdefault(tuple(dims), [0.0, 0.0])
+            total[0] += tensor.numel()
+            total[1] += tensor.numel() * recorder.positions.get(id(tensor), 0)
+        products = _attention_products(groups, recorder.rest)
+        for group in groups:
+            start, units = self._starts[group.name][0], torch.arange(group.size)
+            share = self._shares.add(group.size, {group.name: (start + units, torch.ones(group.size))})
+            sizes.setdefault((share,), [0.0, 0.0])[1] += products.get(group.name, 0.0)
+        sizes.setdefault((), [0.0, 0.0])[1] += recorder.unassigned - sum(products.values())
+        width = max(map(len, sizes))
+        self._factors = torch.tensor([[*dims, *[0] * (width - len(dims))] for dims in sizes])
+        self._sizes = torch.tensor(list(sizes.values()), dtype=torch.float64)
+        self.dense = self.of({})
+
+    def _dimensions(
+        self, groups: Sequence[UnitGroup], tensors: Mapping[str, Tensor]
+    ) -> dict[tuple[int, int], dict[str, tuple[Tensor, Tensor]]]:
+        """Dimensions that lose indices: by group, the numbers of the units and how many indices each takes along."""
+        places: dict[tuple[int, int], dict[str, tuple[Tensor, Tensor]]] = {}
         for group in groups:
             for member in group.members:
-                counts = torch.bincount(member.units[member.units >= 0], minlength=group.size).double()
-                dims.setdefault((id(tensors[member.tensor]), member.dim), {})[group.name] = counts
-        self._parts = [
-            _Part(
-                tensor.numel(),
-                tensor.numel() * recorder.positions.get(id(tensor), 0),
-                tuple(
-                    (size, tuple(dims[id(tensor), dim].items()))
-                    for dim, size in enumerate(tensor.shape)
-                    if (id(tensor), dim) in dims
-                ),
-            )
-            for tensor in module.parameters()
-        ]
-        attention: dict[str, list[UnitGroup]] = {}
-        for group in groups:
-            if group.kind == "heads":
-                attention.setdefault(_common_path(member.tensor for member in group.members), []).append(group)
-        for path, found in attention.items():
-            products = recorder.rest.get(path, 0.0) / len(found)
-            for group in found:
-                ones = torch.ones(group.size, dtype=torch.float64)
-                self._parts.append(_Part(0, products, ((group.size, ((group.name, ones),)),)))
-        fixed = recorder.unassigned - sum(recorder.rest.get(path, 0.0) for path in attention)
-        self._parts.append(_Part(0, fixed, ()))
-        self.dense = self.of({})
+                counts = torch.bincount(member.units[member.units >= 0], minlength=group.size)
+                units = counts.nonzero().flatten()
+                entry = self._starts[group.name][0] + units, counts[units].double()
+                places.setdefault((id(tensors[member.tensor]), member.dim), {})[group.name] = entry
+        return places
 
     def of(self, removed: Mapping[str, Sequence[int]]) -> Cost:
         """Return the cost once the units in ``removed``, by name of the group, are gone."""
-        values = {name: torch.ones(self._sizes[name], dtype=torch.float64) for name in removed}
+        values = {name: torch.ones(self._starts[name][1], dtype=torch.float64) for name in removed}
         for name, units in removed.items():
             values[name][list(units)] = 0
         params, macs = self.expected(values)
@@ -123,15 +118,55 @@ class CostModel:
         Args:
             keep: Name of a group -> shape (size,); groups that are missing stay whole.
         """
-        params = macs = torch.zeros((), dtype=torch.float64)
-        for part in self._parts:
-            share = torch.ones((), dtype=torch.float64)
-            for size, counts in part.dims:
-                gone = [counts_of @ (1 - keep[name].double().cpu()) for name, counts_of in counts if name in keep]
-                if gone:
-                    share = share * (1 - torch.stack(gone).sum() / size)
-            params, macs = params + part.params * share, macs + part.macs * share
+        parts = [
+            keep[name].double().cpu() if name in keep else torch.ones(size, dtype=torch.float64)
+            for name, (_, size) in self._starts.items()
+        ]
+        shares = self._shares.left(torch.cat(parts) if parts else torch.ones(0, dtype=torch.float64))
+        params, macs = shares[self._factors].prod(1) @ self._sizes
         return params, macs
+
+
+class _Shares:
+    """What share of its indices each dimension keeps; dimensions that lose the same are one. Number 0 loses nothing."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[object, ...], int] = {(): 0}
+        self._entries: list[tuple[Tensor, Tensor]] = []
+
+    def add(self, size: int, losses: Mapping[str, tuple[Tensor, Tensor]]) -> int:
+        """Return the number of a dimension of ``size`` that loses, with some units, some numbers of indices."""
+        key = tuple((size, name, *units.tolist(), *counts.tolist()) for name, (units, counts) in losses.items())
+        if key not in self._known:
+            self._known[key] = len(self._known)
+            self._entries.append(
+                (
+                    torch.cat([units for units, _ in losses.values()]),
+                    torch.cat([counts.double() for _, counts in losses.values()]) / size,
+                )
+            )
+        return self._known[key]
+
+    def left(self, keep: Tensor) -> Tensor:
+        """Return the shares, given those of all units in a row."""
+        full = torch.ones(len(self._known), dtype=torch.float64)
+        if not self._entries:
+            return full
+        units = torch.cat([units for units, _ in self._entries])
+        weights = torch.cat([weights for _, weights in self._entries])
+        numbers = torch.arange(1, len(self._known)).repeat_interleave(
+            torch.tensor([len(units) for units, _ in self._entries])
+        )
+        return full.index_add(0, numbers, weights * (keep[units] - 1))
+
+
+def _attention_products(groups: Sequence[UnitGroup], rest: Mapping[str, float]) -> dict[str, float]:
+    """Multiply-accumulates of attention products that fall with the heads of each group."""
+    paths = {
+        group.name: _common_path(member.tensor for member in group.members) for group in groups if group.kind == "heads"
+    }
+    sharing = Counter(paths.values())
+    return {name: rest.get(path, 0.0) / sharing[path] for name, path in paths.items()}
 
 
 def _common_path(names: Iterable[str]) -> str:
@@ -163,18 +198,14 @@ class _Recorder:
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Count while a forward pass runs."""
-        modes = [(part, part.training) for part in self.module.modules()]
         with ExitStack() as stack:
-            for path, part in self.module.named_modules(remove_duplicate=True):
+            for path, part in self.module.named_modules():
                 stack.enter_context(_removing(part.register_forward_pre_hook(self._enter)))
                 stack.enter_context(_removing(part.register_forward_hook(self._leaver(path), with_kwargs=True)))
-            self.module.eval()
-            try:
-                with torch.no_grad(), self._counter:
-                    yield
-            finally:
-                for part, training in modes:
-                    part.training = training
+            stack.enter_context(module_mode(self.module, "eval"))
+            stack.enter_context(_unfused_attention())
+            with torch.no_grad(), self._counter:
+                yield
         self.unassigned = self._counter.get_total_flops() / 2 - self._layers
 
     def _enter(self, part: nn.Module, inputs: Any) -> None:
@@ -224,6 +255,17 @@ def _removing(handle: Any) -> Iterator[None]:
         yield
     finally:
         handle.remove()
+
+
+@contextmanager
+def _unfused_attention() -> Iterator[None]:
+    """Let ``nn.MultiheadAttention`` do its products one by one: fused ones are not counted."""
+    fused = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fused)
 
 
 def _cpu_attention() -> dict[Any, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -25,11 +26,20 @@ def distilled(task_loss: Tensor, student: Tensor, teacher: Tensor, *, weight: fl
     Returns:
         A scalar; the divergence is the mean over samples.
 
+    Raises:
+        UsageError: If the shapes differ.
+
     References:
         Hinton et al., "Distilling the Knowledge in a Neural Network".
     """
-    log_student = F.log_softmax(student.float() / temperature, -1).flatten(0, -2)
-    log_teacher = F.log_softmax(teacher.detach().float() / temperature, -1).flatten(0, -2)
+    if student.shape != teacher.shape:
+        raise UsageError(
+            f"distill: the student's logits have shape {tuple(student.shape)}, the teacher's {tuple(teacher.shape)}: "
+            "name the part that returns logits with the option forward"
+        )
+    dtype = torch.promote_types(student.dtype, torch.float32)
+    log_student = F.log_softmax(student.to(dtype) / temperature, -1).flatten(0, -2)
+    log_teacher = F.log_softmax(teacher.detach().to(dtype) / temperature, -1).flatten(0, -2)
     divergence = F.kl_div(log_student, log_teacher, log_target=True, reduction="batchmean")
     return (1 - weight) * task_loss + weight * temperature**2 * divergence
 

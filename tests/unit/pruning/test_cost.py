@@ -84,8 +84,13 @@ def test_layers_that_are_used_twice_shared_or_transposed():
             return self.tied(self.twice(self.twice(self.up(x))))
 
     net, x = Net(), toy_images(2)[0]
-    dense = CostModel(net, [], lambda: net(x)).dense
-    assert (dense.params, dense.macs) == count(net, x)
+    places = [("up.weight", 1), ("up.bias", 0), ("twice.weight", 0), ("twice.weight", 1), ("twice.bias", 0)]
+    members = tuple(Member(name, dim, torch.arange(4), "norm") for name, dim in [*places, ("tied.bias", 0)])
+    groups = [UnitGroup("up", "channels", 4, members)]
+    model = CostModel(net, groups, lambda: net(x))
+    for removed in ({}, {"up": [1, 2, 3]}):
+        found = model.of(removed)
+        assert (found.params, found.macs) == count(cut(net, groups, removed), x)
 
 
 def test_the_expected_cost_is_the_mean_over_removals_and_has_a_gradient():
@@ -111,3 +116,18 @@ def test_the_module_is_as_it_was():
     assert all(part.training for part in net.modules())
     assert all(torch.equal(tensor, before[name]) for name, tensor in net.state_dict().items())
     assert not any(len(part._forward_hooks) + len(part._forward_pre_hooks) for part in net.modules())
+
+
+def test_attention_that_torch_would_fuse():
+    net, x = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), torch.randn(2, 5, 8)
+    model = CostModel(net, [], lambda: net(x))
+    assert torch.backends.mha.get_fastpath_enabled()
+    units = torch.arange(2).repeat_interleave(4)
+    members = (
+        Member("self_attn.in_proj_weight", 0, units.repeat(3), "producer"),
+        Member("self_attn.out_proj.weight", 1, units, "consumer"),
+    )
+    heads = CostModel(net, [UnitGroup("self_attn", "heads", 2, members)], lambda: net(x))
+    attention = 10 * 4 * 8 * 8 + 2 * 2 * 5 * 5 * 8
+    assert heads.dense.macs == model.dense.macs == attention + 10 * 2 * 8 * 16
+    assert heads.of({"self_attn": [0]}).macs == attention / 2 + 10 * 2 * 8 * 16

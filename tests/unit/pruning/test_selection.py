@@ -86,7 +86,7 @@ def model():
 
 
 @pytest.mark.filterwarnings("ignore:target .* the next size below")
-@pytest.mark.parametrize(("name", "uniform"), itertools.product(["params", "macs"], [True, False]))
+@pytest.mark.parametrize(("name", "uniform"), list(itertools.product(["params", "macs"], [True, False])))
 def test_the_target_is_met_by_the_least_removal_and_grows_with_it(model, name, uniform):
     cost, groups = model
     scores, before = random_scores(groups), None
@@ -148,12 +148,14 @@ def test_latency_is_measured_a_few_times():
 
 def test_ignored_locked_and_removed_units_and_least_widths():
     groups = [group("layer1.a", 8, locked=(0, 1)), group("layer1.b", 8), group("head", 8)]
-    scores = {each.name: torch.arange(8.0) for each in groups}
+    scores = {each.name: torch.arange(8.0) - 9 for each in groups}
     gone = {"layer1.b": [7]}
     removed = select(groups, scores, target=Target("width", 0.25), ignore=["head", "x*"], removed=gone)
     assert removed == {"layer1.a": [2, 3, 4, 5, 6, 7], "layer1.b": [0, 1, 2, 3, 4, 7]}
     removed = select(groups, scores, target=Target("width", 0.25), min_units=3, ignore=["layer1.*"], removed=gone)
     assert removed == {"layer1.b": [7], "head": [0, 1, 2, 3, 4]}
+    more = {"head": [1, 5, 6]}
+    assert select(groups[2:], scores, target=Target("width", 0.75), removed=more) == more
     assert select(groups[2:], scores, target=Target("width", 0.01), min_units=0, drop_layers=True) == {
         "head": list(range(8))
     }
