@@ -36,6 +36,11 @@ class Progress:
         return min(1.0, (self.num_steps + 1) / self._num_total_steps)
 
     @property
+    def total(self) -> float | None:
+        """Steps of the whole training, None while that is unknown."""
+        return self._num_total_steps
+
+    @property
     def done(self) -> float:
         """Share of the training that lies behind, in [0, 1]."""
         return 1.0 if self._num_total_steps is None else min(1.0, self.num_steps / self._num_total_steps)

@@ -72,6 +72,7 @@ class LearningPhase:
         self.gates = Gates(module, groups).install()
         self._set_for: int | None = None
         self._pending: dict[str, Tensor] | None = None
+        self._pending_of = -1
 
     def before_batch(self, step: int) -> None:
         """Set the multipliers of optimiser step ``step``, the same for all its batches and on all ranks."""
@@ -90,9 +91,10 @@ class LearningPhase:
         scale = 1.0 if scaler is None else float(scaler.get_scale())
         taken = self.gates.gradients(lambda row: trainer.strategy.reduce(row, reduce_op="mean"))
         found = {name: gradient / scale for name, gradient in taken.items()}
-        if self._pending is not None:
+        batch = trainer.fit_loop.total_batch_idx
+        if self._pending is not None and self._pending_of == batch:  # several optimisers step after one batch
             found = {name: gradient + self._pending[name] for name, gradient in found.items()}
-        self._pending = found
+        self._pending, self._pending_of = found, batch
         if self._scores is not None:
             for part in optimizer.param_groups:
                 for parameter in part["params"]:
@@ -107,10 +109,6 @@ class LearningPhase:
             self._masks.step(pending, step)
         elif self._scores is not None:
             self._scores.step(pending)
-
-    def skip(self) -> None:
-        """Forget the gradients of a step that was not executed."""
-        self._pending = None
 
     def removed(self) -> Removed:
         """Return the units that would go now."""

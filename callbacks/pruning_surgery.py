@@ -3,17 +3,33 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from robustdist._lightning import Callback, DDPStrategy, LightningModule, Trainer, WeightAveraging
+from robustdist._lightning import (
+    Callback,
+    DDPStrategy,
+    LightningModule,
+    MultiProcessingLauncher,
+    Trainer,
+    WeightAveraging,
+)
 from robustdist.core.ranks import gathered
 from robustdist.errors import UsageError
-from robustdist.pruning import PruningRecipe, optimizers_follow
+from robustdist.pruning import PruningRecipe, UnitGroup, optimizers_follow
 from robustdist.pruning.surgery import check_no_graph_is_held
 
-__all__ = ["averaged_modules", "check_hashes", "cut_in_fit"]
+__all__ = [
+    "all_finite",
+    "averaged_modules",
+    "check_hashes",
+    "check_main_process_can_follow",
+    "cut_in_fit",
+    "read_by",
+]
 
 
 def cut_in_fit(trainer: Trainer, module: LightningModule, recipe: PruningRecipe) -> list[str]:
@@ -76,3 +92,29 @@ def check_hashes(recipe: PruningRecipe) -> None:
 
 def _callbacks(trainer: Any) -> list[Callback]:
     return list(trainer.callbacks)
+
+
+def check_main_process_can_follow(trainer: Trainer) -> None:
+    """Refuse forked and spawned processes whose main process loads the weights without knowing the structure.
+
+    Raises:
+        UsageError: Naming strategies that can.
+    """
+    launcher: Any = trainer.strategy.launcher
+    if isinstance(launcher, MultiProcessingLauncher) and not getattr(launcher, "follows_structure", False):
+        raise UsageError(
+            "StructuredPruning: the main process of forked or spawned training could not load the small module: use "
+            "strategy='robust_ddp_fork', 'robust_ddp_spawn' or 'ddp', or removal='never'"
+        )
+
+
+def all_finite(optimizer: Any) -> bool:
+    """Whether all gradients of the parameters of ``optimizer`` are finite."""
+    gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    return all(bool(torch.isfinite(gradient).all()) for gradient in gradients)
+
+
+def read_by(optimizer: Any, groups: Sequence[UnitGroup], tensors: Mapping[str, Tensor]) -> list[UnitGroup]:
+    """Return the groups some reader of which ``optimizer`` holds."""
+    held = {id(parameter) for part in optimizer.param_groups for parameter in part["params"]}
+    return [group for group in groups if any(id(tensors[member.tensor]) in held for member in group.consumers)]

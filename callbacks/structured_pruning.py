@@ -9,18 +9,19 @@ from typing import Any, Literal, TypeAlias, get_args
 import torch
 from torch import Tensor, nn
 
-from robustdist._lightning import (
-    Callback,
-    LightningModule,
-    MultiProcessingLauncher,
-    Trainer,
-    rank_zero_info,
-    rank_zero_warn,
-)
+from robustdist._lightning import Callback, LightningModule, Trainer, rank_zero_info, rank_zero_warn
 from robustdist.callbacks.progress import Progress
 from robustdist.callbacks.pruning_example import example_of, forward_of
 from robustdist.callbacks.pruning_files import follow_checkpoints, release_checkpoints
-from robustdist.callbacks.pruning_surgery import averaged_modules, check_hashes, cut_in_fit
+from robustdist.callbacks.pruning_learning import LEARNED, LearningPhase
+from robustdist.callbacks.pruning_surgery import (
+    all_finite,
+    averaged_modules,
+    check_hashes,
+    check_main_process_can_follow,
+    cut_in_fit,
+    read_by,
+)
 from robustdist.callbacks.pruning_teacher import Teacher
 from robustdist.core.forward import Forward
 from robustdist.core.ranks import failing_together
@@ -30,7 +31,8 @@ from robustdist.pruning import PruningRecipe, UnitGroup, UnitMasks, compile_reci
 from robustdist.pruning.batch_norm import BatchNormRecalibration
 from robustdist.pruning.cost import CostModel
 from robustdist.pruning.groups import Kind
-from robustdist.pruning.importance import make_criterion, named_tensors
+from robustdist.pruning.hidden import norms_over_survivors
+from robustdist.pruning.importance import CRITERIA, Criterion, make_criterion, named_tensors
 from robustdist.pruning.loading import RECIPE_KEY
 from robustdist.pruning.schedule import PruningSchedule
 from robustdist.pruning.selection import Removed, Target, select
@@ -57,7 +59,9 @@ class StructuredPruning(Callback):
     Args:
         target: What is left: ``{"macs": 0.5}``, ``{"params": 0.5}`` or ``{"width": 0.5}`` (shares in (0, 1]),
             ``{"latency_ms": 8.0}``, or the width of every layer, ``{"heads": 6, "ffn": 768}``.
-        method: ``taylor``, ``magnitude``, ``bn_scale``, ``movement`` or ``random``.
+        method: Scores: ``taylor``, ``magnitude``, ``bn_scale``, ``movement``, ``random``; or masks learned with
+            gates until the end of the schedule: ``l0`` (hard concrete, meets exact widths), ``hydra`` (scores under the
+            loss of training, weights wait meanwhile).
         schedule: ``{"kind": "one_shot" | "iterative" | "cubic", "start": 0.1, "end": 0.6}``, shares of the training;
             default one_shot at 0.1.
         kinds: Which kinds of units may go: ``channels``, ``heads``, ``ffn``, ``hidden``.
@@ -127,13 +131,20 @@ class StructuredPruning(Callback):
         self.input_key = input_key
         options = dict(method_options or {})
         self._options = {"seed": seed, **options} if method == "random" else options
-        self.criterion = make_criterion(method, **self._options)
+        self.seed = seed
+        #: None with methods that learn masks.
+        self.criterion = self._make_criterion()
+        if self.criterion is None and removal == "never":
+            raise UsageError(f"removal='never' does not go with method={method!r}, whose masks are no zeros: drop one")
         self.groups: list[UnitGroup] = []
         self.removed: Removed = {}
         self._way = 0.0
         self._cut = False
         self._cost: CostModel | None = None
         self._masks: UnitMasks | None = None
+        self._norms: list[Any] = []
+        self._learning: LearningPhase | None = None
+        self._learned: dict[str, Any] = {}
         self._progress = Progress()
         self._seen_steps = 0
         self._tensors: dict[str, Tensor] = {}
@@ -150,7 +161,7 @@ class StructuredPruning(Callback):
             with failing_together():
                 check_module_can_be_called(trainer.strategy, "StructuredPruning")
                 if self.removal == "scheduled":
-                    _check_main_process_can_follow(trainer)
+                    check_main_process_can_follow(trainer)
                 self._teacher.enrol(trainer, pl_module)
             self._forget()
         follow_checkpoints(trainer, pl_module, stage)
@@ -163,9 +174,18 @@ class StructuredPruning(Callback):
         self._recalibration.attach(pl_module)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Find the groups at the first batch."""
-        if self.groups or self._cut:
-            return
+        """Find the groups at the first batch; set learned masks."""
+        if not self.groups and not self._cut:
+            self._begin(trainer, pl_module, batch)
+        if self._learning is not None:
+            self._learning.before_batch(self._progress.num_steps)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Fix learned masks, without chance."""
+        if self._learning is not None:
+            self._learning.before_evaluation()
+
+    def _begin(self, trainer: Trainer, pl_module: LightningModule, batch: Any) -> None:
         with failing_together():
             example = example_of(pl_module, batch, self.input_key)
             forward = forward_of(self.forward)
@@ -175,10 +195,12 @@ class StructuredPruning(Callback):
             self._cost = CostModel(pl_module, groups, lambda: forward(pl_module, example))
             # what cannot be scored or reached is refused before anything is trained
             trial = {group.name: torch.zeros(group.size) for group in groups}
-            if not self.criterion.needs_gradients:
+            if self.criterion is not None and not self.criterion.needs_gradients:
                 trial = {group.name: self.criterion.score(group, self._tensors) for group in groups}
-            self._select(groups, trial, 1.0)
-        self.groups = groups
+            self._select(trial, 1.0, groups)
+            self.groups = groups
+            if self.criterion is None:
+                self._learn(trainer, pl_module)
         if self.removed:
             self._mask(trainer, pl_module)
         self._after_step(trainer, pl_module)
@@ -189,10 +211,10 @@ class StructuredPruning(Callback):
             return
         if self._masks is not None:
             self._masks.apply_to_gradients()
-        if self.criterion.needs_gradients and _all_finite(optimizer):
-            held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-            groups = [group for group in self.groups if _belongs(group, self._tensors, held)]
-            self.criterion.observe(groups, self._tensors)
+        if self._learning is not None:
+            self._learning.before_step(trainer, optimizer)
+        elif self.criterion is not None and self.criterion.needs_gradients and all_finite(optimizer):
+            self.criterion.observe(read_by(optimizer, self.groups, self._tensors), self._tensors)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -202,6 +224,9 @@ class StructuredPruning(Callback):
         self._recalibration.count(pl_module)
         if self._progress.num_steps == self._seen_steps or self._cut:
             return
+        if self._learning is not None:
+            self._learning.after_step(self._seen_steps)
+            pl_module.log_dict(self._learning.logs())
         self._seen_steps = self._progress.num_steps
         if self._masks is not None:
             self._masks.apply()
@@ -236,7 +261,8 @@ class StructuredPruning(Callback):
         """Return scores, masked units and progress."""
         return {
             "method": self.method,
-            "criterion": self.criterion.state_dict(),
+            "criterion": {} if self.criterion is None else self.criterion.state_dict(),
+            "learned": self._learned if self._learning is None else self._learning.state_dict(),
             "removed": {name: list(units) for name, units in self.removed.items()},
             "way": self._way,
             "cut": self._cut,
@@ -248,7 +274,9 @@ class StructuredPruning(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on where the checkpoint was."""
         if state_dict["method"] == self.method:
-            self.criterion.load_state_dict(state_dict["criterion"])
+            self._learned = state_dict["learned"]
+            if self.criterion is not None:
+                self.criterion.load_state_dict(state_dict["criterion"])
         elif not state_dict["cut"]:
             rank_zero_warn(
                 f"method={self.method!r} starts its scores anew: the checkpoint has those of {state_dict['method']!r}",
@@ -276,35 +304,57 @@ class StructuredPruning(Callback):
 
     def _after_step(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Go as far as the schedule says."""
-        wanted = self.schedule.progress(self._share())
-        # a criterion without a single step has nothing to say yet
-        if wanted > self._way and (self._progress.num_steps or not self.criterion.needs_gradients):
+        done = self._progress.done
+        wanted = self.schedule.progress(done) if self._learning is None else float(done >= self.schedule.end)
+        # gradients of not a single step have nothing to say yet
+        ready = self.criterion is not None and not self.criterion.needs_gradients
+        if wanted > self._way and (ready or self._progress.num_steps):
             self._choose(trainer, pl_module, wanted)
         if self._way >= 1 and self.removal == "scheduled":
             self._remove(trainer, pl_module)
 
-    def _share(self) -> float:
-        """Share of the training that is done."""
-        return self._progress.done
-
     def _choose(self, trainer: Trainer, pl_module: LightningModule, way: float) -> None:
-        scores = {group.name: self.criterion.score(group, self._tensors) for group in self.groups}
-        self.removed = trainer.strategy.broadcast(self._select(self.groups, scores, way))
+        if self._learning is not None:
+            removed = self._learning.removed()
+        else:
+            assert self.criterion is not None
+            removed = self._select({g.name: self.criterion.score(g, self._tensors) for g in self.groups}, way)
+        self.removed = trainer.strategy.broadcast(removed)
         self._way = way
+        if self._learning is not None:
+            self._learning.finish(self.removed, averaged_modules(trainer))
+            self._learning = None
         self._mask(trainer, pl_module)
         assert self._cost is not None
         cost = self._cost.of(self.removed)
         figures = {
-            "prune/amount": _amount(self.groups, self.removed),
+            "prune/amount": sum(map(len, self.removed.values())) / sum(group.size for group in self.groups),
             "prune/params": float(cost.params),
             "prune/macs": float(cost.macs),
         }
         if trainer.training and not trainer.fit_loop.done:  # not at the end of fit, where Lightning refuses logs
             pl_module.log_dict(figures, on_step=True, on_epoch=False)
 
-    def _select(self, groups: list[UnitGroup], scores: dict[str, Tensor], way: float) -> Removed:
+    def _learn(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        assert self._cost is not None
+        total = self._progress.num_steps + 1 if self._progress.total is None else self._progress.total
+        self._learning = LearningPhase(
+            self.method,  # type: ignore[arg-type]
+            pl_module,
+            self.groups,
+            self.target,
+            self._cost,
+            num_steps=max(1, int(self.schedule.end * total)),
+            choose=lambda scores: self._select(scores, 1.0),
+            seed=self.seed,
+            options=self._options,
+        )
+        if self._learned:
+            self._learning.load_state_dict(self._learned)
+
+    def _select(self, scores: Mapping[str, Tensor], way: float, groups: Sequence[UnitGroup] | None = None) -> Removed:
         return select(
-            groups,
+            self.groups if groups is None else groups,
             scores,
             target=self.target,
             progress=way,
@@ -319,6 +369,8 @@ class StructuredPruning(Callback):
         recipe = self._recipe(pl_module)
         check_hashes(recipe)
         self._masks = UnitMasks(pl_module, recipe)
+        self._free_norms()
+        self._norms = norms_over_survivors(pl_module, recipe)
         self._masks.apply()
         self._masks.apply_to_moments(trainer.optimizers)
         for average in averaged_modules(trainer):
@@ -336,6 +388,7 @@ class StructuredPruning(Callback):
     def _remove(self, trainer: Trainer, pl_module: LightningModule) -> None:
         recipe = self._recipe(pl_module)
         before = sum(parameter.numel() for parameter in pl_module.parameters())
+        self._free_norms()
         reset = cut_in_fit(trainer, pl_module, recipe)
         pl_module.pruning_recipe = recipe  # type: ignore[assignment]
         self._cut, self._masks, self._cost, self.groups, self._tensors = True, None, None, [], {}
@@ -351,11 +404,22 @@ class StructuredPruning(Callback):
                 category=RobustDistWarning,
             )
 
+    def _free_norms(self) -> None:
+        while self._norms:
+            self._norms.pop().remove()
+
+    def _make_criterion(self) -> Criterion | None:
+        if self.method in LEARNED:
+            return None
+        if self.method not in CRITERIA:
+            raise UsageError(f"method={self.method!r} is unknown: use one of {', '.join([*CRITERIA, *LEARNED])}")
+        return make_criterion(self.method, **self._options)
+
     def _forget(self) -> None:
         """Begin a new training; a checkpoint is restored after this."""
-        self.criterion = make_criterion(self.method, **self._options)
+        self.criterion = self._make_criterion()
         self.groups, self.removed, self._way, self._cut = [], {}, 0.0, False
-        self._masks, self._cost, self._tensors = None, None, {}
+        self._masks, self._cost, self._tensors, self._learned = None, None, {}, {}
         self._progress.reset()
         self._recalibration = BatchNormRecalibration(self.bn_recalibration_batches)
 
@@ -364,33 +428,9 @@ class StructuredPruning(Callback):
         self._teacher.dismiss()
         self._progress.stop()
         self._recalibration.detach(pl_module)
+        self._free_norms()
+        if self._learning is not None:
+            self._learned = self._learning.state_dict()
+            self._learning.close()
+            self._learning = None
         self._masks, self._cost, self.groups, self._tensors = None, None, [], {}
-
-
-def _check_main_process_can_follow(trainer: Trainer) -> None:
-    """Refuse forked and spawned processes whose main process loads the weights without knowing the structure.
-
-    Raises:
-        UsageError: Naming strategies that can.
-    """
-    launcher: Any = trainer.strategy.launcher
-    if isinstance(launcher, MultiProcessingLauncher) and not getattr(launcher, "follows_structure", False):
-        raise UsageError(
-            "StructuredPruning: the main process of forked or spawned training could not load the small module: use "
-            "strategy='robust_ddp_fork', 'robust_ddp_spawn' or 'ddp', or removal='never'"
-        )
-
-
-def _all_finite(optimizer: Any) -> bool:
-    gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    return all(bool(torch.isfinite(gradient).all()) for gradient in gradients)
-
-
-def _belongs(group: UnitGroup, tensors: Mapping[str, Tensor], held: set[int]) -> bool:
-    """Whether the optimiser that is about to step holds a layer that reads the units."""
-    return any(id(tensors[member.tensor]) in held for member in group.consumers)
-
-
-def _amount(groups: Sequence[UnitGroup], removed: Removed) -> float:
-    """Removed share of all units."""
-    return sum(len(units) for units in removed.values()) / sum(group.size for group in groups)

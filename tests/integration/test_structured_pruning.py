@@ -18,6 +18,7 @@ from robustdist.pruning import PruningRecipe, load_pruned, pruned_loading
 from robustdist.strategies.replicas import replica_digest
 from tests.unit.pruning.nets import Residual
 
+X = toy_images(8)[0]
 SCHEDULE = {"kind": "cubic", "start": 0.1, "end": 0.5, "rounds": 3}
 NUM_STEPS = 16
 
@@ -144,7 +145,9 @@ def test_files_before_and_after_the_removal(tmp_path):
 
 
 @pytest.mark.parametrize("step", [2, 6, 8, 12])
-@pytest.mark.parametrize("options", [{}, {"distill": 0.5}], ids=["plain", "distilled"])
+@pytest.mark.parametrize(
+    "options", [{"distill": 0.5}, {"method": "l0"}, {"method": "hydra"}], ids=["distilled", "l0", "hydra"]
+)
 def test_a_resumed_training_is_the_uninterrupted_one(tmp_path, step, options):
     """Broken off while scores are gathered, while units are masked, right after the removal, while tuning."""
     # Lightning resumes at the end of an epoch: of two steps here
@@ -170,6 +173,45 @@ def test_other_parts_follow(tmp_path):
 def test_masked_units_stay_masked(tmp_path):
     """No schedule to its end: the removal comes at the end of the fit, without another step."""
     _, module = fitted(tmp_path, [pruning(schedule={"kind": "iterative", "start": 0.2, "end": 1.0})])
+    assert size(module) < 0.4 * size(Module())
+
+
+@pytest.mark.parametrize("method", ["l0", "hydra"])
+def test_learned_masks_meet_exact_widths(tmp_path, method):
+    """Every layer at its width, and gates that leave the function of the module as it was when they were fixed."""
+
+    class Judge(Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            if hasattr(pl_module, "pruning_recipe") and not hasattr(self, "small"):
+                self.small = copy.deepcopy(pl_module).eval()(X)
+
+    class Gated(StructuredPruning):
+        def _choose(self, trainer, pl_module, way):
+            self._learning.before_evaluation()
+            spare = copy.deepcopy(pl_module).eval()  # a copy sees the gates, until they end
+            self.gated = spare(X).detach()
+            super()._choose(trainer, pl_module, way)
+
+    callback = Gated({"channels": 3}, method, schedule=SCHEDULE, bn_recalibration_batches=0)
+    judge = Judge()
+    _, module = fitted(tmp_path, [callback, judge])
+    net = module.net
+    assert (net.conv1.out_channels, net.stem[0].out_channels, net.grouped.out_channels) == (3, 6, 6)
+    assert torch.allclose(judge.small, callback.gated, atol=1e-5)
+
+
+def test_weights_wait_while_scores_are_learned(tmp_path):
+    class First(Callback):
+        def on_train_start(self, trainer, pl_module):
+            self.before = copy.deepcopy(list(pl_module.parameters()))
+
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            if trainer.global_step == 4:
+                self.same = all(map(torch.equal, self.before, pl_module.parameters()))
+
+    first = First()
+    _, module = fitted(tmp_path, [pruning(method="hydra", schedule={"kind": "cubic", "end": 0.5}), first])
+    assert first.same
     assert size(module) < 0.4 * size(Module())
 
 
@@ -221,7 +263,7 @@ def replica_digest_of_parameters(module):
     return replica_digest(spare)
 
 
-@pytest.mark.parametrize("method", ["taylor", "magnitude", "random", "bn_scale", "movement"])
+@pytest.mark.parametrize("method", ["taylor", "bn_scale", "l0", "hydra"])
 def test_ranks_with_other_data_stay_equal(tmp_path, method):
     pl.seed_everything(0)
     callbacks = [pruning(method=method, ignore=["net.grouped"] if method == "bn_scale" else []), Digests()]
