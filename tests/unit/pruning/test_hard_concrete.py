@@ -66,7 +66,7 @@ def test_one_step_is_adam_down_for_masks_and_up_for_multipliers():
     net = digits_net((4, 4, 4))
     groups = digits_groups(net)
     cost = CostModel(net, groups)
-    masks = LearnedMasks(groups, Target("params", 0.5), cost=cost, init=1.0, lr=0.3, multiplier_lr=0.2, init_std=0.5)
+    masks = LearnedMasks(groups, Target("params", 0.5), cost=cost, init=1.0, lr=6.0, multiplier_lr=0.2, init_std=0.5)
     before = {name: values.detach().clone() for name, values in masks.log_alpha.items()}
     gradients = {name: torch.linspace(-1, 1, 4).double() + 0.1 for name in before}
     u = {
@@ -79,11 +79,38 @@ def test_one_step_is_adam_down_for_masks_and_up_for_multipliers():
     masks.step(gradients, 7)
     # the first step of Adam is the sign of the gradient; the multipliers are 0, so only the loss moves the masks
     for name, values in masks.log_alpha.items():
-        expected = (before[name] - 0.3 * leaves[name].grad.sign()).clamp(math.log(0.01), math.log(100))
+        expected = (before[name] - 6.0 * leaves[name].grad.sign()).clamp(math.log(0.01), math.log(100))
         torch.testing.assert_close(values.detach(), expected, rtol=0, atol=1e-5)
     # too little is expected to go: lambda_1 falls, so that its term pays for sparsity
     assert masks.multipliers.tolist()[0] == pytest.approx([-0.2, 0.2], abs=1e-5)
     assert masks.progress(7) == 1.0
+
+
+def test_both_learning_rates_fall_to_a_tenth_as_half_a_cosine():
+    for step, factor in ((0, 1.0), (5, 0.55), (10, 0.1), (99, 0.1)):
+        masks = LearnedMasks(LAYERS[:1], Target("width", 0.5), total_steps=10, init=0.0, lr=1.0, multiplier_lr=2.0)
+        before = masks.scores()["0.heads"]
+        masks.step({"0.heads": torch.ones(12)}, step)
+        moved = (masks.scores()["0.heads"] - before).abs().max().item()
+        assert moved == pytest.approx(factor, abs=1e-3)
+        assert masks.multipliers.abs().max().item() == pytest.approx(2 * factor, abs=1e-3)
+
+
+def test_of_the_whole_each_group_loses_as_many_as_are_expected_to_go():
+    net = digits_net((16, 32, 4))
+    groups = digits_groups(net)
+    masks = LearnedMasks(groups, Target("params", 0.5), cost=CostModel(net, groups), init=0.0)
+    with torch.no_grad():
+        masks.log_alpha["0"][:3] = -4.0
+        masks.log_alpha["6"][:] = torch.tensor([-4.5, -4.5, -4.4, -4.6])
+    for each in groups:
+        expected = float(keep_probability(masks.log_alpha[each.name].detach()).sum())
+        kept = each.size - len(masks.removed().get(each.name, []))
+        assert abs(kept - expected) <= 0.5 or (kept == 1 and expected < 0.5)
+    # 0.83 * 13 + 0.08 * 3 and 0.83 * 32 are nearest to 11 and 27
+    assert {name: len(units) for name, units in masks.removed().items()} == {"0": 5, "3": 5, "6": 3}
+    assert masks.removed()["0"][:3] == [0, 1, 2]
+    assert masks.removed()["6"] == [0, 1, 3]
 
 
 @pytest.mark.parametrize("seed", range(4))
