@@ -18,8 +18,8 @@ from robustdist.cli import main
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "configs"
 FILES = sorted(path.relative_to(CONFIGS).as_posix() for path in CONFIGS.rglob("*.y*ml"))
-FRAGMENTS = [name for name in FILES if "/" in name]
-WHOLE = [name for name in FILES if "/" not in name]
+WHOLE = [name for name in FILES if "/" not in name or name.startswith("experiment/")]
+FRAGMENTS = [name for name in FILES if name not in WHOLE]
 
 # a user's own config, to which fragments are added
 BASE = """
@@ -88,7 +88,7 @@ def own_callbacks(written: dict[str, Any]) -> list[Any]:
 
 
 def test_there_are_fragments_and_whole_configs():
-    assert WHOLE == ["quickstart.yaml"]
+    assert {name.split("/")[0] for name in WHOLE} == {"experiment", "quickstart.yaml"}
     assert {name.split("/")[0] for name in FRAGMENTS} == {
         "attack",
         "checkpoint",
