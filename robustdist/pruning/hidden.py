@@ -30,10 +30,10 @@ def hidden_group(module: nn.Module, attentions: Sequence[Attention]) -> UnitGrou
     """
     odd = [attention.path for attention in attentions if attention.output is None and attention.heads is None]
     if odd:
-        raise UsageError(f"hidden dimensions cannot go: {odd[0]} is not understood; leave out hidden")
+        raise UsageError(f"{odd[0]} is not understood")
     widths = sorted({attention.width for attention in attentions})
     if len(widths) != 1:
-        raise UsageError(f"hidden dimensions cannot go: there are streams of widths {widths}; leave out hidden")
+        raise UsageError(f"there are streams of widths {widths}")
     width, units = widths[0], torch.arange(widths[0])
     inner = {projection.path for attention in attentions for projection in attention.inputs}
     outer = {attention.output.path for attention in attentions if attention.output is not None}
@@ -90,7 +90,7 @@ def _places(path: str, part: nn.Module, width: int, inner: bool, outer: bool) ->
 
 
 def _unknown(path: str, part: nn.Module, reason: str) -> UsageError:
-    return UsageError(f"hidden dimensions cannot go: {path} of {type(part).__name__}: {reason}; leave out hidden")
+    return UsageError(f"{path} of {type(part).__name__}: {reason}")
 
 
 def _attributes(

@@ -51,7 +51,7 @@ def transformer_groups(
     if "hidden" in kinds and attentions:
         try:
             if unclear:
-                raise UsageError(f"hidden dimensions cannot go: {unclear[0]} is not understood; leave out hidden")
+                raise UsageError(f"{unclear[0]} is not understood")
             groups.append(hidden_group(module, attentions))
         except UsageError as error:
             notes["hidden"] = str(error)
@@ -59,7 +59,7 @@ def transformer_groups(
         refused.update(notes)
     elif notes:
         path, reason = next(iter(notes.items()))
-        raise UsageError(f"{path or 'the model'} cannot be pruned: {reason}; or put it into ignore")
+        raise UsageError(f"{path or 'the model'} cannot be pruned: {reason}; pass refused={{}} to go on without it")
     return groups
 
 

@@ -17,6 +17,7 @@ from robustdist.objectives import ConAdv
 from robustdist.pruning import PruningRecipe, load_pruned, pruned_loading
 from robustdist.strategies.replicas import replica_digest
 from tests.unit.pruning.nets import Residual
+from tests.unit.pruning.stacks import Block, HomeMade, HomeMadeModel, randomised
 
 X = toy_images(8)[0]
 SCHEDULE = {"kind": "cubic", "start": 0.1, "end": 0.5, "rounds": 3}
@@ -117,6 +118,31 @@ def test_the_small_module_trains_as_the_masked_one(tmp_path):
     assert (small.eval()(x) - masked.eval()(x)).abs().max() < 1e-10
     small.pruning_recipe.apply(masked)
     assert torch.allclose(masked.eval()(x), small(x), atol=1e-10)
+
+
+class Words(Module):
+    """A transformer: its norms run over the units of the residual stream."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = randomised(HomeMadeModel([Block(HomeMade()) for _ in range(2)])).train()
+
+
+@pytest.mark.parametrize(("kinds", "count"), [(["heads", "ffn"], 4), (["hidden"], 1), (["heads", "ffn", "hidden"], 5)])
+def test_a_small_transformer_trains_as_the_masked_one(tmp_path, kinds, count):
+    ids = torch.randint(20, (32, 7), generator=torch.Generator().manual_seed(0))
+    data = DataLoader(TensorDataset(ids, ids[:, 0] % 5), 8)
+    options = {"method": "magnitude", "schedule": {"start": 0.25}, "kinds": kinds}
+    trained = []
+    for removal in ("scheduled", "never"):
+        trained.append(Words())
+        trainer_of(tmp_path, [pruning(removal=removal, **options)], precision="64-true").fit(trained[-1], data)
+    small, masked = trained
+    assert size(masked) == size(Words())
+    assert len(small.pruning_recipe.to_dict()["masks"]) >= count
+    assert not any(part._forward_hooks for part in masked.modules())
+    small.pruning_recipe.apply(masked)
+    assert torch.allclose(masked.eval()(ids), small.eval()(ids), atol=1e-10)
 
 
 def test_files_before_and_after_the_removal(tmp_path):
