@@ -22,6 +22,10 @@ CASES = {
     "causal hint": ({"batch_first": True}, {"need_weights": False, "attn_mask": CAUSAL, "is_causal": True}),
     "causal hint and weights": ({}, {"attn_mask": CAUSAL, "is_causal": True}),
     "causal hint and padding": ({}, {"attn_mask": CAUSAL, "is_causal": True, "key_padding_mask": "float"}),
+    "causal hint, padding, no weights": (
+        {},
+        {"attn_mask": CAUSAL, "is_causal": True, "key_padding_mask": "float", "need_weights": False},
+    ),
     "bool mask": ({"batch_first": True}, {"attn_mask": CAUSAL.isinf(), "need_weights": False}),
     "padding": ({"batch_first": True}, {"key_padding_mask": "bool", "need_weights": False}),
     "padding as float": ({}, {"key_padding_mask": "float"}),

@@ -174,20 +174,48 @@ def test_first_layers_that_the_model_asks_are_not_dropped():
     assert droppable_layers(HomeMadeModel([block, block, Block(HomeMade())])) == ["blocks.2"]
 
 
-def test_blocks_that_return_more_are_not_dropped():
-    class Pair(Block):
-        def forward(self, x):
-            return super().forward(x), None
+class Pair(Block):
+    def forward(self, x):
+        return super().forward(x[0] if isinstance(x, tuple) else x), None
 
+
+class Shortening(Block):
+    def forward(self, x):
+        return super().forward(x)[:, 1:]
+
+
+@pytest.mark.parametrize("block", [Pair, Shortening])
+def test_blocks_that_return_something_else_are_not_dropped(block):
     class Model(HomeMadeModel):
         def forward(self, ids):
             x = self.embedding(ids)
             for block in self.blocks:
-                x, _ = block(x)
-            return self.head(x.mean(1))
+                x = block(x)
+            return x
 
-    model = Model([Pair(HomeMade()) for _ in range(2)])
+    model = Model([block(HomeMade()) for _ in range(2)])
     assert check_layers(model, droppable_layers(model), IDS) == []
+
+
+def test_the_width_has_its_readers_and_tables_of_positions():
+    class Positions(HomeMadeModel):
+        def __init__(self, blocks):
+            super().__init__(blocks)
+            self.register_buffer("positions", torch.randn(1, 7, 16))
+            self.register_buffer("causal", torch.ones(16, dtype=torch.bool))  # as long as the stream is wide
+
+        def forward(self, ids):
+            return self.head(self.blocks[0](self.embedding(ids) + self.positions).mean(1))
+
+    model = randomised(Positions([Block(HomeMade())]))
+    (group,) = transformer_groups(model, kinds=["hidden"])
+    readers = ["attention.q", "attention.k", "attention.v", "mlp.0"]
+    names = [*(f"blocks.0.{name}.weight" for name in readers), "head.weight"]
+    assert [(member.tensor, member.dim) for member in group.consumers] == [(name, 1) for name in names]
+    assert {member.tensor for member in group.members if member.role == "norm"} == {
+        f"blocks.0.norm{number}.{name}" for number in (1, 2) for name in ("weight", "bias")
+    }
+    check_equal(*masked_and_removed(model, [group], draw([group], 0.5)), model, IDS)
 
 
 def test_a_reused_block_is_one_group():
