@@ -65,7 +65,7 @@ def discover(
         reasons = "; ".join(f"{path or 'the model'}: {reason}" for path, reason in notes.items())
         raise UsageError(
             f"nothing in {type(module).__name__} can be removed ({reasons or 'no layer inside'}): prune a model with "
-            "layers inside whose units only layers that can lose them depend on"
+            f"layers inside whose units only layers that can lose them depend on, or add to kinds={sorted(kinds)}"
         )
     return groups
 

@@ -349,7 +349,7 @@ def test_two_ranks_resume(tmp_path, step):
     [
         ({}, {"strategy": "ddp_fork", "devices": 2}, "use strategy='robust_ddp_fork', 'robust_ddp_spawn' or"),
         ({"target": {"macs": 0.001}}, {}, r"target macs=0.001 cannot be reached.*is left"),
-        ({"kinds": ["heads"]}, {}, "the model only has channels; add them"),
+        ({"kinds": ["heads"]}, {}, r"add to kinds=\[.heads.\]"),
         ({"ignore": ["fc"]}, {}, "ignore='fc' matches no group: they are net.stem.0, net.conv1, net.grouped"),
         ({"method": "bn_scale"}, {}, "group net.grouped has no batch norm"),
         ({}, {"max_epochs": -1, "max_steps": -1, "limit_train_batches": 1}, "needs the length of training"),
