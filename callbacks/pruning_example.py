@@ -6,13 +6,14 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from robustdist.core.batch import BatchAdapter
 from robustdist.core.forward import Forward, bind_forward
 from robustdist.errors import UsageError
 
-__all__ = ["example_of", "forward_of"]
+__all__ = ["example_of", "forward_of", "num_rows", "with_rows"]
 
 #: Samples are not needed for structure; two, because batch norms of one sample per channel refuse in train mode.
 _ROWS = 2
@@ -53,6 +54,24 @@ def forward_of(forward: Forward) -> Callable[[nn.Module, Any], Any]:
     return run
 
 
+def num_rows(example: Any) -> int:
+    """Return how many samples ``example`` has."""
+    return next((len(tensor) for tensor in _tensors(example) if tensor.dim()), 1)
+
+
+def with_rows(example: Any, number: int) -> Any:
+    """Return ``example`` with ``number`` samples, those it has over and over."""
+    rows = num_rows(example)
+    return _mapped(
+        example,
+        lambda tensor: (
+            tensor[torch.arange(number, device=tensor.device) % rows]
+            if tensor.dim() and len(tensor) == rows
+            else tensor
+        ),
+    )
+
+
 def _parameters(module: nn.Module) -> list[str] | None:
     """Names of what ``module.forward`` takes by position; None if it takes anything."""
     parameters = inspect.signature(module.forward).parameters.values()
@@ -62,10 +81,22 @@ def _parameters(module: nn.Module) -> list[str] | None:
 
 
 def _first_rows(value: Any) -> Any:
+    return _mapped(value, lambda tensor: tensor[:_ROWS].detach() if tensor.dim() else tensor)
+
+
+def _mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """``value`` with ``function`` of every tensor in it."""
     if isinstance(value, Tensor):
-        return value[:_ROWS].detach() if value.dim() else value
+        return function(value)
     if isinstance(value, Mapping):
-        return {key: _first_rows(entry) for key, entry in value.items()}
+        return {key: _mapped(entry, function) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):
-        return type(value)(_first_rows(entry) for entry in value)
+        return type(value)(_mapped(entry, function) for entry in value)
     return value
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    entries = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
+    return [tensor for entry in entries for tensor in _tensors(entry)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from fnmatch import fnmatch
 from typing import Any, Literal, TypeAlias, get_args
 
 import torch
@@ -34,6 +33,7 @@ from robustdist.pruning.groups import Kind
 from robustdist.pruning.hidden import norms_over_survivors
 from robustdist.pruning.importance import CRITERIA, Criterion, make_criterion, named_tensors
 from robustdist.pruning.loading import RECIPE_KEY
+from robustdist.pruning.plan import chosen_groups
 from robustdist.pruning.schedule import PruningSchedule
 from robustdist.pruning.selection import Removed, Target, select
 
@@ -190,7 +190,7 @@ class StructuredPruning(Callback):
             example = example_of(pl_module, batch, self.input_key)
             forward = forward_of(self.forward)
             found = discover(pl_module, example, forward=forward, kinds=self.kinds)
-            groups = self._chosen(found)
+            groups = chosen_groups(found, self.ignore)
             self._tensors = named_tensors(pl_module)
             self._cost = CostModel(pl_module, groups, lambda: forward(pl_module, example))
             # what cannot be scored or reached is refused before anything is trained
@@ -290,17 +290,6 @@ class StructuredPruning(Callback):
         self._progress.load_state_dict(state_dict)
 
     # --- steps of pruning
-
-    def _chosen(self, found: Sequence[UnitGroup]) -> list[UnitGroup]:
-        """The groups that ``ignore`` leaves."""
-        for pattern in self.ignore:
-            if not any(fnmatch(group.name, pattern) for group in found):
-                names = ", ".join(group.name for group in found[:8])
-                raise UsageError(f"ignore={pattern!r} matches no group: they are {names}")
-        groups = [group for group in found if not any(fnmatch(group.name, pattern) for pattern in self.ignore)]
-        if not groups:
-            raise UsageError(f"ignore={list(self.ignore)} leaves no group to prune: drop a pattern")
-        return groups
 
     def _after_step(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Go as far as the schedule says."""

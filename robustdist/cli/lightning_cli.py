@@ -1,4 +1,4 @@
-"""LightningCLI with the subcommands evaluate and remeasure and the section report."""
+"""LightningCLI with the subcommands evaluate, remeasure and plan and the section report."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ from robustdist.core.guard import forked_rng
 from robustdist.core.rng import derive_seed
 from robustdist.errors import UsageError
 from robustdist.report import EvaluationResult, comparison_table, evaluation_table, saved_table
+from robustdist.report.pruning import plan_tables, wide_console
 
 __all__ = ["ReportOptions", "RobustCLI", "run_lightning_cli"]
 
@@ -66,7 +67,12 @@ class RobustCLI(LightningCLI):
     def subcommands() -> dict[str, set[str]]:
         """Return the verbs and the arguments that do not come from the command line."""
         own = {"model", "dataloaders", "datamodule"}
-        return {**LightningCLI.subcommands(), "evaluate": own, "remeasure": own}
+        return {
+            **LightningCLI.subcommands(),
+            "evaluate": own,
+            "remeasure": own,
+            "plan": {*own, "train_dataloaders"},
+        }
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add the section ``report``."""
@@ -83,7 +89,9 @@ class RobustCLI(LightningCLI):
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Build the trainer; the control's differs from the user's."""
-        return super().instantiate_trainer(**kwargs, **getattr(self, "_trainer_overrides", {}))
+        # a plan needs one process, whatever the training will have
+        alone = {"strategy": "auto", "devices": 1, "num_nodes": 1, "logger": False} if self.subcommand == "plan" else {}
+        return super().instantiate_trainer(**kwargs, **alone, **getattr(self, "_trainer_overrides", {}))
 
     def before_fit(self) -> None:
         """Train the control, if the report asks for one."""
@@ -142,10 +150,14 @@ class RobustCLI(LightningCLI):
         self._print(self._evaluated, {}, {}, str(self._get(self.config, "report_dir")))
 
     def _run_subcommand(self, subcommand: str) -> None:
-        if subcommand not in ("evaluate", "remeasure"):
+        if subcommand not in ("evaluate", "remeasure", "plan"):
             super()._run_subcommand(subcommand)
             return
         kwargs = self._prepare_subcommand_kwargs(subcommand)
+        if subcommand == "plan":
+            for part in plan_tables(self.trainer.plan(**kwargs).to_dict()):
+                wide_console().print(part)
+            return
         if subcommand == "remeasure":
             score = self.trainer.remeasure(**kwargs)
             if self.trainer.is_global_zero:

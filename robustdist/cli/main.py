@@ -18,7 +18,7 @@ OK, FAILED, USAGE = 0, 1, 2
 _DESCRIPTION = """Robust, small and distributed models from unmodified LightningModules.
 
 fit, validate, test and predict are those of LightningCLI; evaluate measures robustness and writes a report;
-remeasure measures adversarial examples that evaluate saved;
+remeasure measures adversarial examples that evaluate saved; plan says what StructuredPruning would remove;
 `robustdist bench attack` measures what attacks cost on this machine.
 """
 

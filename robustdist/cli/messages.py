@@ -64,7 +64,7 @@ def _parser_message(text: str) -> str:
         return f"unknown option {name!r}{_suggestion(name, known, 'check its spelling with --help')}"
     required = re.search(r"arguments are required: (.+)", text)
     if required:
-        names = re.sub(r"\b(fit|validate|test|predict|evaluate|remeasure)\.", "", required.group(1))
+        names = re.sub(r"\b(fit|validate|test|predict|evaluate|remeasure|plan|export)\.", "", required.group(1))
         return f"missing: {names}; give them with --config FILE or as options"
     return _deepest_problem(text)
 

@@ -1,4 +1,4 @@
-"""Lightning's Trainer with two more verbs: evaluate and remeasure."""
+"""Lightning's Trainer with three more verbs: evaluate, remeasure and plan."""
 
 from __future__ import annotations
 
@@ -18,16 +18,19 @@ from robustdist._lightning import (
     rank_zero_warn,
 )
 from robustdist.attacks.base import Attack
+from robustdist.callbacks.pruning_plan import plan_of
 from robustdist.callbacks.robust_evaluation import RobustEvaluation
+from robustdist.callbacks.structured_pruning import StructuredPruning
 from robustdist.cli.remeasure import Remeasurement
 from robustdist.errors import RobustDistWarning, UsageError
+from robustdist.pruning.plan import PruningPlan
 from robustdist.report import EvaluationResult, SavedScore
 
 __all__ = ["RobustTrainer"]
 
 
 class RobustTrainer(Trainer):
-    """The Trainer, extended by the verbs evaluate and remeasure; everything else is Lightning's."""
+    """The Trainer, extended by the verbs evaluate, remeasure and plan; everything else is Lightning's."""
 
     callbacks: list[Callback]
 
@@ -127,6 +130,41 @@ class RobustTrainer(Trainer):
             self.callbacks, self.limit_test_batches = kept, batches
         return measurement.result()
 
+    def plan(
+        self,
+        model: LightningModule,
+        train_dataloaders: Any = None,
+        datamodule: LightningDataModule | None = None,
+    ) -> PruningPlan:
+        """Say what the configured StructuredPruning would find and remove, with the weights that the model has now.
+
+        Training begins as usual and is broken off at its first batch: no step is taken, nothing is saved.
+
+        Args:
+            model: The dense module.
+            train_dataloaders: Loaders of the training data, if there is no datamodule.
+            datamodule: Data module with a training loader.
+
+        Raises:
+            UsageError: If there is no StructuredPruning, or as it would be raised at the first batch of a fit.
+        """
+        configured = [callback for callback in self.callbacks if isinstance(callback, StructuredPruning)]
+        if not configured:
+            raise UsageError(
+                "plan needs the StructuredPruning that it shall tell about: add configs/prune/half_macs.yaml after "
+                "your own config, or put it into trainer.callbacks"
+            )
+        kept, sanity = list(self.callbacks), self.num_sanity_val_steps
+        self.callbacks, self.num_sanity_val_steps = [_Planning(configured[0])], 0
+        try:
+            with _quiet():
+                self.fit(model, train_dataloaders, datamodule=datamodule)
+        except _Planned as planned:
+            return planned.plan
+        finally:
+            self.callbacks, self.num_sanity_val_steps = kept, sanity
+        raise UsageError("plan found no training batch: give a training loader that has one")
+
     def judge(
         self, attacks: dict[str, Attack] | None, report_dir: str, max_samples: int | None, **options: Any
     ) -> RobustEvaluation:
@@ -189,6 +227,25 @@ class RobustTrainer(Trainer):
         assert evaluation.report_dir is not None
         report = json.loads((Path(evaluation.report_dir) / "report.json").read_text())
         return EvaluationResult.from_dict(report)
+
+
+class _Planned(Exception):  # noqa: N818 - not an error: the way out of a fit
+    """Training got to its first batch."""
+
+    def __init__(self, plan: PruningPlan) -> None:
+        super().__init__("planned")
+        self.plan = plan
+
+
+class _Planning(Callback):
+    """Plans at the first batch and ends the fit there."""
+
+    def __init__(self, pruning: StructuredPruning) -> None:
+        self.pruning = pruning
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Leave with the plan."""
+        raise _Planned(plan_of(self.pruning, pl_module, batch))
 
 
 @contextmanager

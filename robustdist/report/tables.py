@@ -20,12 +20,13 @@ from robustdist.report.text import (
     threat_model_text,
 )
 
-__all__ = ["comparison_table", "evaluation_table", "saved_table"]
+__all__ = ["comparison_table", "evaluation_table", "plain_table", "saved_table"]
 
 # Names come from users: they enter as Text, which rich does not read as markup.
 
 
-def _table(title: str, caption: str, caption_style: str = "dim") -> Table:
+def plain_table(title: str, caption: str, caption_style: str = "dim") -> Table:
+    """Return an empty table in the house style; heading and caption only where they are not empty."""
     return Table(
         title=Text(title, style="bold") if title else None,
         caption=Text(caption, style=caption_style) if caption else None,
@@ -54,7 +55,7 @@ def evaluation_table(result: EvaluationResult, title: str) -> Table:
         f"threat model: {threat_model_text(result.threat_model)}",
         checks_text(result),
     ]
-    table = _table(title, "\n".join(filter(None, lines)), "bold red" if result.failed_checks else "dim")
+    table = plain_table(title, "\n".join(filter(None, lines)), "bold red" if result.failed_checks else "dim")
     table.add_column("attack", overflow="fold", max_width=24)
     table.add_column("accuracy %", justify="right", no_wrap=True)
     table.add_column("95 % interval", justify="right", no_wrap=True)
@@ -92,7 +93,7 @@ def comparison_table(
         not evaluated under an attack.
     """
     names = attack_names(results.values())
-    table = _table("", "accuracy in %, worst case: right under every attack")
+    table = plain_table("", "accuracy in %, worst case: right under every attack")
     table.add_column("model", overflow="fold", min_width=8)
     for name in ("clean", *names, "worst case"):
         table.add_column(Text(name), justify="right", overflow="fold", min_width=5)
@@ -110,7 +111,7 @@ def comparison_table(
 
 def saved_table(score: SavedScore) -> Table:
     """Return the accuracy on saved adversarial examples, in percent with its 95 % interval."""
-    table = _table("Saved adversarial examples", f"{score.num_samples} images from {score.file}")
+    table = plain_table("Saved adversarial examples", f"{score.num_samples} images from {score.file}")
     table.add_column("pixels")
     table.add_column("accuracy %", justify="right", no_wrap=True)
     table.add_column("95 % interval", justify="right", no_wrap=True)

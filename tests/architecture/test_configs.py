@@ -98,6 +98,7 @@ def test_there_are_fragments_and_whole_configs():
         "guard",
         "learners",
         "optim",
+        "prune",
         "trainer",
     }
 
