@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import isfinite
 from typing import Any, Literal
 
 import torch
 from torch.utils.data import DataLoader
 
 from robustdist._lightning import Callback, LightningModule, Trainer, rank_zero_warn
+from robustdist.callbacks.domain_metrics import DomainMetrics
 from robustdist.callbacks.progress import Progress
 from robustdist.core.ranks import failing_together, gathered
 from robustdist.domains.loaders import DomainIds, DomainLoader, find_domain_ids, with_sampler
@@ -89,9 +91,8 @@ class DomainReweighting(Callback):
         seed: int = 0,
     ) -> None:
         super().__init__()
-        if mode not in ("min", "max"):
-            raise UsageError(f"mode={mode!r} must be min for losses or max for accuracies")
-        self.method, self.monitor, self.mode = method, monitor, mode
+        self.method = method
+        self.metrics = DomainMetrics(monitor, mode)
         self.domain_ids = domain_ids
         self.domain_names = None if domain_names is None else [str(name) for name in domain_names]
         self.initial = ratios
@@ -200,7 +201,7 @@ class DomainReweighting(Callback):
         if self._num_validations % self.every_n_validations:
             return
         with failing_together():
-            own = self._losses(trainer)
+            own = self.metrics.losses(trainer.callback_metrics, self.names)
         shared = gathered((own, self.sampler.num_drawn))
         losses = [sum(of_one) / len(shared) for of_one in zip(*(one for one, _ in shared), strict=True)]
         taken = True
@@ -208,9 +209,9 @@ class DomainReweighting(Callback):
             taken = self._mixer.update(losses, self.sampler.counts, self._progress.value)
         taken, state = trainer.strategy.broadcast((taken, self._mixer.state_dict()))
         if not taken:
-            strange = [f"{name} {loss}" for name, loss in zip(self.names, losses, strict=True) if not _finite(loss)]
+            strange = [f"{name} {loss}" for name, loss in zip(self.names, losses, strict=True) if not isfinite(loss)]
             rank_zero_warn(
-                f"DomainReweighting keeps its ratios: the metrics by monitor={self.monitor!r} are not finite "
+                f"DomainReweighting keeps its ratios: the metrics by monitor={self.metrics.monitor!r} are not finite "
                 f"({', '.join(strange)})",
                 category=RobustDistWarning,
             )
@@ -303,40 +304,13 @@ class DomainReweighting(Callback):
             self.sampler.load_state_dict(self._restored["sampler"])
             self._restored = None
 
-    def _keys(self) -> list[str]:
-        names = self.names
-        if "{index}" in self.monitor or "{name}" in self.monitor:
-            return [
-                self.monitor.replace("{index}", str(domain)).replace("{name}", name)
-                for domain, name in enumerate(names)
-            ]
-        return [self.monitor if len(names) == 1 else f"{self.monitor}/dataloader_idx_{n}" for n in range(len(names))]
-
     def _check_validation(self, trainer: Trainer) -> None:
         if not trainer.enable_validation:
             raise UsageError(
                 f"method={self.method!r} needs validation in fit: give a validation_step, one validation loader per "
                 "domain and limit_val_batches > 0, or take method='constant'"
             )
-        num_loaders, num_domains = len(trainer.num_val_batches), len(self.names)
-        by_loader = self._keys()[-1].endswith(f"/dataloader_idx_{num_domains - 1}") or num_domains == 1
-        if num_loaders and by_loader and num_loaders != num_domains:
-            raise UsageError(
-                f"there are {num_domains} domains ({', '.join(self.names)}) and {num_loaders} validation loaders: give "
-                "one per domain in the same order, or name a metric per domain in monitor with {index} or {name}"
-            )
-
-    def _losses(self, trainer: Trainer) -> list[float]:
-        metrics = trainer.callback_metrics
-        missing = [key for key in self._keys() if key not in metrics]
-        if missing:
-            raise UsageError(
-                f"monitor={self.monitor!r}: validation logged no {', '.join(missing)}; it logged "
-                f"{', '.join(sorted(metrics)) or 'nothing'}: name one of these, with {{index}} or {{name}} for the "
-                "domain where it is not a metric per validation loader"
-            )
-        values = [float(metrics[key]) for key in self._keys()]
-        return values if self.mode == "min" else [1 - value for value in values]
+        self.metrics.check_loaders(len(trainer.num_val_batches), self.names)
 
     def _log(self, trainer: Trainer, losses: list[float]) -> None:
         figures = {}
@@ -355,7 +329,3 @@ class DomainReweighting(Callback):
         if self._replaced:
             del trainer.strategy.process_dataloader  # the method of its class shows again
             self._replaced = False
-
-
-def _finite(value: float) -> bool:
-    return value - value == 0

@@ -18,7 +18,7 @@ _SLOPES = torch.logspace(math.log10(0.02), math.log10(4.0), 24, dtype=torch.floa
 _NUM_STARTS = 3
 #: First a smooth error, then that of the kinks, where L-BFGS would get stuck on its way.
 _DELTAS = (0.1, _HUBER_DELTA)
-_MOST_STEPS = 25
+_MOST_STEPS = 5
 
 
 class ScalingLaw(NamedTuple):
@@ -100,7 +100,7 @@ def _starts(x: Tensor, y: Tensor) -> list[list[float]]:
 
 
 def _descend(x: Tensor, y: Tensor, start: list[float]) -> tuple[float, float, float, float]:
-    """Return log height, slope, log floor and error where up to 25 times 20 iterations per delta end."""
+    """Return log height, slope, log floor and error where up to five times 20 iterations per delta end."""
     height, alpha, e = parameters = [torch.tensor(value, dtype=torch.float64, requires_grad=True) for value in start]
 
     def error(delta: float) -> Tensor:

@@ -158,6 +158,8 @@ class DomainSampler(Sampler[int]):
                 # one draw for every process: none sees ratios that the others do not
                 for _ in range(self.world_size):
                     self._draw()
+            if draw < self._consumed:
+                raise RuntimeError("the stream of samples has moved on under this iterator: make a new one")
             domain, turn = self._waiting[draw - self._consumed]
             yield self._place(domain, turn)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import lightning.pytorch as pl
 import pytest
 import torch
@@ -9,14 +11,18 @@ import torch.nn.functional as F
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import ConcatDataset, DataLoader, IterableDataset, TensorDataset
 
+from examples import domain_reweighting
 from robustdist.attacks import FGSM
 from robustdist.callbacks import DomainReweighting, RobustEvaluation
 from robustdist.domains import DomainSampler
 from robustdist.errors import RobustDistWarning, UsageError
+from tests.bert import tiny_bert
+from tests.vader import write_source, write_tokenizer
 
 from .support import Memory, make_trainer, run
 
 SIZES = (1000, 50, 3)
+ROOT = Path(__file__).parents[2]
 
 
 class Net(pl.LightningModule):
@@ -122,7 +128,7 @@ def collect(trainer, module):
     }
 
 
-def interrupted(folder, processes, num_workers, steps, at, after_validation=(), **options):
+def interrupted(folder, processes, num_workers, steps, at, after_validation=(), batch_size=4, **options):
     """Run to the end, and once more from a checkpoint on the way: return what every rank of both leaves."""
     saving = {"save_on_train_epoch_end": False} if at in after_validation else {"every_n_train_steps": at}
     common = {
@@ -138,7 +144,7 @@ def interrupted(folder, processes, num_workers, steps, at, after_validation=(), 
             DomainReweighting(seed=3, ratios=[0.2, 0.3, 0.5]),
             ModelCheckpoint(folder, save_top_k=-1, filename="{step}", **saving),
         ]
-        data = Data(num_workers)
+        data = Data(num_workers, batch_size=batch_size)
         loaders = (data.train_dataloader(), data.val_dataloader())
         return run(folder, Net(), *loaders, callbacks=callbacks, max_steps=max_steps, ckpt_path=ckpt_path, **common)
 
@@ -170,8 +176,10 @@ def test_a_resumed_training_gets_the_samples_it_would_have_got(tmp_path, at):
 @pytest.mark.parametrize("at", [12, 20, 24])
 def test_an_epoch_cut_short_is_resumed_too(tmp_path, at):
     # a break within an epoch, at the end of one, and within the next
-    whole, rest = interrupted(tmp_path, 1, 0, 50, at, after_validation=[20], limit_train_batches=20)
-    check_resumed(whole, rest, 4, at)
+    # of 27 batches per epoch, so that what is left of one would not do for the next
+    options = {"batch_size": 40, "limit_train_batches": 20}
+    whole, rest = interrupted(tmp_path, 1, 0, 50, at, after_validation=[20], **options)
+    check_resumed(whole, rest, 40, at)
 
 
 @pytest.mark.slow
@@ -228,6 +236,18 @@ def test_classes_as_domains_by_robust_accuracy(tmp_path):
     )
     worse = "no" if accuracies[0] < accuracies[1] else "yes"
     assert callback.ratios[worse] == max(callback.ratios.values())
+
+
+@pytest.mark.slow
+def test_the_example_on_four_domains_of_text(monkeypatch, tmp_path):
+    source, folder = write_source(tmp_path), write_tokenizer(tmp_path / "model")
+    tiny_bert(vocab_size=100, num_labels=2).save_pretrained(folder)
+    monkeypatch.setattr(domain_reweighting, "METHODS", ("constant", "dro"))
+    sizes = {"num_train": 16, "num_val": 4, "num_test": 4, "batch_size": 8}
+    results = domain_reweighting.main(folder, source, max_steps=20, **sizes)
+    assert results.keys() == {"constant", "dro"}
+    assert all(len(losses) == 4 and all(0 < loss < 10 for loss in losses) for losses in results.values())
+    assert len((ROOT / "examples" / "domain_reweighting.py").read_text().splitlines()) < 80
 
 
 # --- wrong input

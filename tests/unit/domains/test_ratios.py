@@ -189,6 +189,7 @@ def curve(step: int) -> list[float]:
     return [0.5 + 3 * (10 * step) ** -0.5, 1.0 + 2 * (10 * step) ** -0.3, 0.2 + 4 * (10 * step) ** -0.7]
 
 
+@pytest.mark.slow
 def test_references_are_predicted_and_only_fall():
     mixer = mixers(reference=(9.0, 0.01, 9.0))
     before = None
@@ -223,27 +224,31 @@ def test_losses_that_are_not_finite_change_nothing():
         assert mixer.state_dict() == before
 
 
+@pytest.mark.slow
 def test_a_domain_without_a_sample_so_far_does_not_spoil_the_prediction():
     mixer = mixers()
     for step in range(2, 16):
-        assert mixer.update(curve(step), [10 * step, 10 * step, 0], step / 100)
+        late = 10 * max(0, step - 4)
+        assert mixer.update(curve(step), [10 * step, late, 0], step / 100)
     assert bool(mixer.ratios.isfinite().all())
-    assert float(mixer.reference[2]) == 0
     assert float(mixer.reference[0]) > 0
+    assert float(mixer.reference[1]) > 0, "the points before its first sample are left out"
+    assert float(mixer.reference[2]) == 0
 
 
 def test_a_resumed_mixer_goes_on_as_if_nothing_had_happened():
     whole, half = mixers(seed=3), mixers(seed=3)
-    for step in range(1, 71):
-        whole.update(curve(step), [10 * step] * 3, step / 700)
-    for step in range(1, 69):
-        half.update(curve(step), [10 * step] * 3, step / 700)
+    for step in range(1, 101):
+        for mixer in (whole, half) if step < 90 else (whole,):
+            mixer.update(curve(step), [10 * step] * 3, 0.02 + step / 1300)
     resumed = mixers(seed=3)
     resumed.load_state_dict(torch.load(_saved(half.state_dict()), weights_only=True))
-    for step in (69, 70):
-        resumed.update(curve(step), [10 * step] * 3, step / 700)
+    for step in range(90, 101):
+        resumed.update(curve(step), [10 * step] * 3, 0.02 + step / 1300)
+    for mixer in (whole, resumed):
+        mixer.update(curve(101), [1010] * 3, 0.5)
     assert resumed.state_dict() == whole.state_dict()
-    assert len(whole.state_dict()["points"]) == 57
+    assert len(whole.state_dict()["points"]) == 64
 
 
 def _saved(state):
@@ -255,12 +260,13 @@ def _saved(state):
 
 def test_of_a_full_list_an_old_point_makes_room():
     mixer = mixers(seed=1)
-    for step in range(70):
+    for step in range(300):
         mixer._keep(_Point([step] * 3, [1.0] * 3))
-    steps = [point.samples[0] for point in mixer._points]
+        steps = [point.samples[0] for point in mixer._points]
+        assert steps == sorted(steps)
+        assert steps[-33:] == list(range(max(0, step - 32), step + 1)), "the younger half is never dropped"
     assert len(steps) == 64
-    assert steps == sorted(steps)
-    assert steps[-30:] == list(range(40, 70)), "the younger half is never dropped"
+    assert steps[0] < 200, "nor always the oldest"
 
 
 @pytest.mark.parametrize(

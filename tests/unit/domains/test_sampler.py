@@ -101,6 +101,28 @@ def test_processes_that_drew_different_numbers_ahead_keep_to_one_stream():
     assert [place for row in zip(*parts, strict=True) for place in row][: len(whole)] == whole
 
 
+def test_other_ratios_begin_on_all_processes_with_the_same_draw():
+    ranks = [DomainSampler(IDS, seed=2, rank=rank, world_size=3) for rank in range(3)]
+    iterators = [iter(sampler) for sampler in ranks]
+    for iterator in iterators:
+        _ = [next(iterator) for _ in range(10)]
+    for sampler in ranks:
+        sampler.set_ratios([0.1, 0.1, 0.8])
+    assert len({tuple(sampler.state_dict()["waiting"]) for sampler in ranks}) == 1
+    _ = [next(iterator) for iterator in iterators]
+    assert len({tuple(sampler.state_dict()["waiting"]) for sampler in ranks}) == 1
+
+
+def test_an_iterator_from_before_a_resume_says_so():
+    sampler, later = DomainSampler(IDS), DomainSampler(IDS)
+    iterator = iter(sampler)
+    next(iterator)
+    later.consume(10)
+    sampler.load_state_dict(later.state_dict())
+    with pytest.raises(RuntimeError, match="moved on"):
+        next(iterator)
+
+
 @pytest.mark.parametrize("ahead", [0, 7])
 def test_a_resumed_stream_goes_on_behind_what_was_consumed(ahead):
     whole, half = (DomainSampler(IDS, [0.2, 0.3, 0.5], seed=5) for _ in range(2))
