@@ -244,7 +244,7 @@ def test_the_example_on_four_domains_of_text(monkeypatch, tmp_path):
     tiny_bert(vocab_size=100, num_labels=2).save_pretrained(folder)
     monkeypatch.setattr(domain_reweighting, "METHODS", ("constant", "dro"))
     sizes = {"num_train": 16, "num_val": 4, "num_test": 4, "batch_size": 8}
-    results = domain_reweighting.main(folder, source, max_steps=20, **sizes)
+    results = domain_reweighting.main(folder, source, max_steps=6, **sizes)
     assert results.keys() == {"constant", "dro"}
     assert all(len(losses) == 4 and all(0 < loss < 10 for loss in losses) for losses in results.values())
     assert len((ROOT / "examples" / "domain_reweighting.py").read_text().splitlines()) < 80
