@@ -6,14 +6,14 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from robustdist.core.batch import BatchAdapter
 from robustdist.core.forward import Forward, bind_forward
 from robustdist.errors import UsageError
+from robustdist.pruning.example import mapped
 
-__all__ = ["example_of", "forward_of", "num_rows", "with_rows"]
+__all__ = ["arguments_of", "example_of", "forward_of"]
 
 #: Samples are not needed for structure; two, because batch norms of one sample per channel refuse in train mode.
 _ROWS = 2
@@ -43,33 +43,21 @@ def forward_of(forward: Forward) -> Callable[[nn.Module, Any], Any]:
 
     def run(module: nn.Module, example: Any) -> Any:
         function = bind_forward(module, forward, example)
-        if isinstance(example, Tensor) or not isinstance(function, nn.Module):
+        if not isinstance(function, nn.Module):
             return function(example)
-        names = _parameters(function)
-        if isinstance(example, Mapping):
-            return function(**{key: value for key, value in example.items() if names is None or key in names})
-        entries = list(example) if isinstance(example, (list, tuple)) else [example]
-        return function(*entries[: len(entries) if names is None else len(names)])
+        arguments = arguments_of(function, example)
+        return function(**arguments) if isinstance(arguments, Mapping) else function(*arguments)
 
     return run
 
 
-def num_rows(example: Any) -> int:
-    """Return how many samples ``example`` has."""
-    return next((len(tensor) for tensor in _tensors(example) if tensor.dim()), 1)
-
-
-def with_rows(example: Any, number: int) -> Any:
-    """Return ``example`` with ``number`` samples, those it has over and over."""
-    rows = num_rows(example)
-    return _mapped(
-        example,
-        lambda tensor: (
-            tensor[torch.arange(number, device=tensor.device) % rows]
-            if tensor.dim() and len(tensor) == rows
-            else tensor
-        ),
-    )
+def arguments_of(module: nn.Module, example: Any) -> tuple[Any, ...] | dict[str, Any]:
+    """Return what of ``example`` the module's forward has parameters for: a tuple by position or a dict by name."""
+    names = None if isinstance(example, Tensor) else _parameters(module)
+    if isinstance(example, Mapping):
+        return {key: value for key, value in example.items() if names is None or key in names}
+    entries = tuple(example) if isinstance(example, (list, tuple)) else (example,)
+    return entries if names is None else entries[: len(names)]
 
 
 def _parameters(module: nn.Module) -> list[str] | None:
@@ -81,22 +69,4 @@ def _parameters(module: nn.Module) -> list[str] | None:
 
 
 def _first_rows(value: Any) -> Any:
-    return _mapped(value, lambda tensor: tensor[:_ROWS].detach() if tensor.dim() else tensor)
-
-
-def _mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """``value`` with ``function`` of every tensor in it."""
-    if isinstance(value, Tensor):
-        return function(value)
-    if isinstance(value, Mapping):
-        return {key: _mapped(entry, function) for key, entry in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(_mapped(entry, function) for entry in value)
-    return value
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    if isinstance(value, Tensor):
-        return [value]
-    entries = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
-    return [tensor for entry in entries for tensor in _tensors(entry)]
+    return mapped(value, lambda tensor: tensor[:_ROWS].detach() if tensor.dim() else tensor)

@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from robustdist.callbacks.pruning_example import example_of, forward_of, num_rows
+from robustdist.callbacks.pruning_example import example_of, forward_of
 from robustdist.pruning import discover
 from robustdist.pruning.cost import CostModel
+from robustdist.pruning.example import num_rows
 from robustdist.pruning.importance import Magnitude, named_tensors
 from robustdist.pruning.plan import PruningPlan, chosen_groups, whole_by
 from robustdist.pruning.selection import select

@@ -1,4 +1,4 @@
-"""LightningCLI with the subcommands evaluate, remeasure and plan and the section report."""
+"""LightningCLI with the subcommands evaluate, remeasure, plan and export and the section report."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from robustdist._lightning import (
     EarlyStopping,
     LightningArgumentParser,
     LightningCLI,
-    LightningDataModule,
     LightningModule,
     ModelCheckpoint,
     SaveConfigCallback,
@@ -72,6 +71,7 @@ class RobustCLI(LightningCLI):
             "evaluate": own,
             "remeasure": own,
             "plan": {*own, "train_dataloaders"},
+            "export": {*own, "train_dataloaders"},
         }
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
@@ -89,8 +89,8 @@ class RobustCLI(LightningCLI):
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Build the trainer; the control's differs from the user's."""
-        # a plan needs one process, whatever the training will have
-        alone = {"strategy": "auto", "devices": 1, "num_nodes": 1, "logger": False} if self.subcommand == "plan" else {}
+        alone = {"strategy": "auto", "devices": 1, "num_nodes": 1, "logger": False}  # whatever the training has
+        alone = alone if self.subcommand in ("plan", "export") else {}
         return super().instantiate_trainer(**kwargs, **alone, **getattr(self, "_trainer_overrides", {}))
 
     def before_fit(self) -> None:
@@ -150,13 +150,20 @@ class RobustCLI(LightningCLI):
         self._print(self._evaluated, {}, {}, str(self._get(self.config, "report_dir")))
 
     def _run_subcommand(self, subcommand: str) -> None:
-        if subcommand not in ("evaluate", "remeasure", "plan"):
+        if subcommand not in ("evaluate", "remeasure", "plan", "export"):
             super()._run_subcommand(subcommand)
             return
         kwargs = self._prepare_subcommand_kwargs(subcommand)
         if subcommand == "plan":
             for part in plan_tables(self.trainer.plan(**kwargs).to_dict()):
                 wide_console().print(part)
+            return
+        if subcommand == "export":
+            for written in self.trainer.export(**kwargs):
+                print(
+                    f"{written.path}: {written.num_bytes:,} bytes, any batch size; largest difference to the model "
+                    f"{written.difference:.1e}, {kwargs['tolerance']:g} allowed"
+                )
             return
         if subcommand == "remeasure":
             score = self.trainer.remeasure(**kwargs)
@@ -245,11 +252,10 @@ def run_lightning_cli(args: Sequence[str] | None, description: str) -> None:
     main = {"prog": "robustdist", "description": description, **quiet}
     RobustCLI(
         LightningModule,
-        LightningDataModule,
+        None,  # any data module, or none: modules may have loaders of their own
         save_config_callback=_SaveConfig,
         trainer_class=RobustTrainer,
         subclass_mode_model=True,
-        subclass_mode_data=True,
         save_config_kwargs={"overwrite": True},
         parser_kwargs={**main, **{verb: dict(quiet) for verb in RobustCLI.subcommands()}},
         args=None if args is None else list(args),

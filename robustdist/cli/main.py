@@ -18,8 +18,9 @@ OK, FAILED, USAGE = 0, 1, 2
 _DESCRIPTION = """Robust, small and distributed models from unmodified LightningModules.
 
 fit, validate, test and predict are those of LightningCLI; evaluate measures robustness and writes a report;
-remeasure measures adversarial examples that evaluate saved; plan says what StructuredPruning would remove;
-`robustdist bench attack` measures what attacks cost on this machine.
+remeasure measures adversarial examples that evaluate saved;
+`robustdist bench attack` measures what attacks cost on this machine;
+plan says what StructuredPruning would remove; export writes a checkpoint, pruned or not, as ONNX or for torch.export.
 """
 
 
@@ -46,6 +47,12 @@ def main(args: Sequence[str] | None = None) -> int:
             from robustdist.cli.bench import run_bench
 
             run_bench(arguments[1:])
+        elif arguments[:1] == ["export"]:
+            from robustdist.cli.exporting import model_of_checkpoint
+            from robustdist.cli.lightning_cli import run_lightning_cli
+
+            spelt = [argument.replace("--torch-export", "--torch_export", 1) for argument in arguments]
+            run_lightning_cli([*spelt, *model_of_checkpoint(spelt)], _DESCRIPTION)
         else:
             from robustdist.cli.lightning_cli import run_lightning_cli
 

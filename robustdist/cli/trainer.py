@@ -1,4 +1,4 @@
-"""Lightning's Trainer with three more verbs: evaluate, remeasure and plan."""
+"""Lightning's Trainer with more verbs: evaluate, remeasure, plan and export."""
 
 from __future__ import annotations
 
@@ -21,8 +21,11 @@ from robustdist.attacks.base import Attack
 from robustdist.callbacks.pruning_plan import plan_of
 from robustdist.callbacks.robust_evaluation import RobustEvaluation
 from robustdist.callbacks.structured_pruning import StructuredPruning
+from robustdist.cli.exporting import at_first_batch, export_checkpoint
 from robustdist.cli.remeasure import Remeasurement
 from robustdist.errors import RobustDistWarning, UsageError
+from robustdist.pruning.export import Exported
+from robustdist.pruning.loading import read_checkpoint, recipe_of
 from robustdist.pruning.plan import PruningPlan
 from robustdist.report import EvaluationResult, SavedScore
 
@@ -30,7 +33,7 @@ __all__ = ["RobustTrainer"]
 
 
 class RobustTrainer(Trainer):
-    """The Trainer, extended by the verbs evaluate, remeasure and plan; everything else is Lightning's."""
+    """The Trainer, extended by the verbs evaluate, remeasure, plan and export; everything else is Lightning's."""
 
     callbacks: list[Callback]
 
@@ -124,7 +127,7 @@ class RobustTrainer(Trainer):
         self.callbacks = [callback for callback in kept if not isinstance(callback, RobustEvaluation)] + [measurement]
         self.limit_test_batches = 1
         try:
-            with _quiet():
+            with quiet():
                 self.test(model, dataloaders=dataloaders, datamodule=datamodule, ckpt_path=ckpt_path, verbose=False)
         finally:
             self.callbacks, self.limit_test_batches = kept, batches
@@ -135,8 +138,10 @@ class RobustTrainer(Trainer):
         model: LightningModule,
         train_dataloaders: Any = None,
         datamodule: LightningDataModule | None = None,
+        ckpt_path: str | None = None,
+        weights_only: bool | None = None,
     ) -> PruningPlan:
-        """Say what the configured StructuredPruning would find and remove, with the weights that the model has now.
+        """Say what the configured StructuredPruning would find and remove, by the magnitude of the weights.
 
         Training begins as usual and is broken off at its first batch: no step is taken, nothing is saved.
 
@@ -144,9 +149,12 @@ class RobustTrainer(Trainer):
             model: The dense module.
             train_dataloaders: Loaders of the training data, if there is no datamodule.
             datamodule: Data module with a training loader.
+            ckpt_path: Dense checkpoint whose weights to rank; None for the weights as they are.
+            weights_only: Known from configurations of ``fit``; checkpoints are always read so.
 
         Raises:
-            UsageError: If there is no StructuredPruning, or as it would be raised at the first batch of a fit.
+            UsageError: If there is no StructuredPruning, the checkpoint is pruned already, or as it would be raised
+                at the first batch of a fit.
         """
         configured = [callback for callback in self.callbacks if isinstance(callback, StructuredPruning)]
         if not configured:
@@ -154,16 +162,61 @@ class RobustTrainer(Trainer):
                 "plan needs the StructuredPruning that it shall tell about: add configs/prune/half_macs.yaml after "
                 "your own config, or put it into trainer.callbacks"
             )
-        kept, sanity = list(self.callbacks), self.num_sanity_val_steps
-        self.callbacks, self.num_sanity_val_steps = [_Planning(configured[0])], 0
-        try:
-            with _quiet():
-                self.fit(model, train_dataloaders, datamodule=datamodule)
-        except _Planned as planned:
-            return planned.plan
-        finally:
-            self.callbacks, self.num_sanity_val_steps = kept, sanity
-        raise UsageError("plan found no training batch: give a training loader that has one")
+        if ckpt_path is not None:
+            checkpoint = read_checkpoint(ckpt_path)
+            if recipe_of(checkpoint) is not None:
+                raise UsageError(f"ckpt_path={ckpt_path!r} holds a model that is pruned already: give a dense one")
+            model.load_state_dict(checkpoint["state_dict"])
+        with quiet():
+            return at_first_batch(
+                self, lambda module, batch: plan_of(configured[0], module, batch), model, train_dataloaders, datamodule
+            )
+
+    def export(
+        self,
+        model: LightningModule,
+        train_dataloaders: Any = None,
+        datamodule: LightningDataModule | None = None,
+        ckpt_path: str | None = None,
+        weights_only: bool | None = None,
+        onnx: str | None = None,
+        torch_export: str | None = None,
+        forward: str | None = None,
+        input_shape: list[int] | None = None,
+        tolerance: float = 1e-4,
+    ) -> list[Exported]:
+        """Write a trained model as ONNX or exported program, for any batch size, once it agrees with the model.
+
+        Pruned checkpoints are loaded with their structure. The input is of ``input_shape``, else the module's
+        ``example_input_array``, else of the first training batch.
+
+        Args:
+            model: The dense module, as its class makes it.
+            train_dataloaders: Loaders of the training data, if there is no datamodule.
+            datamodule: Data module with a training loader.
+            ckpt_path: Checkpoint to load.
+            weights_only: Known from configurations of ``fit``; checkpoints are always read so.
+            onnx: ONNX file to write.
+            torch_export: File of torch.export to write.
+            forward: Path of the part to export; None for the module itself.
+            input_shape: Shape of one floating-point input without the batch, for example [3, 32, 32].
+            tolerance: Largest allowed difference to the outputs of the model, relative where these are above 1.
+
+        Raises:
+            UsageError: If a file or package is missing, the model cannot be exported or differs.
+        """
+        with quiet():
+            return export_checkpoint(
+                self,
+                model,
+                train_dataloaders,
+                datamodule,
+                ckpt_path=ckpt_path,
+                files={"onnx": onnx, "torch_export": torch_export},
+                forward=forward,
+                input_shape=input_shape,
+                tolerance=tolerance,
+            )
 
     def judge(
         self, attacks: dict[str, Attack] | None, report_dir: str, max_samples: int | None, **options: Any
@@ -217,7 +270,7 @@ class RobustTrainer(Trainer):
         apart = (RobustEvaluation, WeightAveraging)
         self.callbacks = [callback for callback in kept if not isinstance(callback, apart)] + [evaluation]
         try:
-            with _quiet():
+            with quiet():
                 self.test(model, dataloaders=dataloaders, datamodule=datamodule, ckpt_path=ckpt_path, verbose=False)
         finally:
             self.callbacks = kept
@@ -229,27 +282,8 @@ class RobustTrainer(Trainer):
         return EvaluationResult.from_dict(report)
 
 
-class _Planned(Exception):  # noqa: N818 - not an error: the way out of a fit
-    """Training got to its first batch."""
-
-    def __init__(self, plan: PruningPlan) -> None:
-        super().__init__("planned")
-        self.plan = plan
-
-
-class _Planning(Callback):
-    """Plans at the first batch and ends the fit there."""
-
-    def __init__(self, pruning: StructuredPruning) -> None:
-        self.pruning = pruning
-
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Leave with the plan."""
-        raise _Planned(plan_of(self.pruning, pl_module, batch))
-
-
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     with warnings.catch_warnings():
         # other callbacks' states are not needed here, and padded samples are not counted
         warnings.filterwarnings("ignore", message=".*callbacks used to create the checkpoint.*")

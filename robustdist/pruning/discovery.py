@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from robustdist.errors import UsageError
+from robustdist.pruning.example import tensors_in
 from robustdist.pruning.groups import Kind, UnitGroup
 from robustdist.pruning.hidden import norms_over_survivors
 from robustdist.pruning.masks import mask_units
@@ -121,7 +122,7 @@ def _removal_is_right(
             mask_units(masked, groups, removed)
             norms_over_survivors(masked, recipe)
             recipe.apply(small)
-            expected, found = _outputs(run(masked, example)), _outputs(run(small, example))
+            expected, found = tensors_in(run(masked, example)), tensors_in(run(small, example))
     except (RuntimeError, ValueError, TypeError, IndexError, AssertionError, AttributeError):
         return False  # the small model does not run: something that depends on these units was not found
     return len(expected) == len(found) and all(map(_close, expected, found))
@@ -132,13 +133,6 @@ def _unsettle(module: nn.Module) -> None:
     for tensor in [*module.parameters(), *module.buffers()]:
         if tensor.dim() == 1 and tensor.is_floating_point():
             tensor.data = (0.75 + 0.5 * torch.rand(tensor.shape)).to(tensor)
-
-
-def _outputs(output: Any) -> list[Tensor]:
-    if isinstance(output, Tensor):
-        return [output]
-    values = output.values() if hasattr(output, "values") else output if isinstance(output, (list, tuple)) else ()
-    return [tensor for value in values for tensor in _outputs(value)]
 
 
 def _close(expected: Tensor, found: Tensor) -> bool:

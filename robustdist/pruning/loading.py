@@ -5,6 +5,9 @@ from __future__ import annotations
 import functools
 import inspect
 import os
+import pickle
+import re
+import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -15,7 +18,7 @@ from torch import nn
 from robustdist.errors import UsageError
 from robustdist.pruning.recipe import Fingerprint, PruningRecipe
 
-__all__ = ["RECIPE_KEY", "load_pruned", "pruned_loading", "recipe_of"]
+__all__ = ["RECIPE_KEY", "load_pruned", "pruned_loading", "read_checkpoint", "recipe_of", "restore_pruned"]
 
 #: Where a checkpoint keeps the recipe, as plain data.
 RECIPE_KEY = "robustdist.pruning"
@@ -57,9 +60,7 @@ def load_pruned(
     Example:
         ``net = load_pruned(MyModule, "last.ckpt").eval()``
     """
-    checkpoint = torch.load(checkpoint_path, map_location=map_location, weights_only=True)
-    if not isinstance(checkpoint, Mapping) or "state_dict" not in checkpoint:
-        raise UsageError(f"{os.fspath(checkpoint_path)} is no checkpoint of a Trainer: it has no state_dict")
+    checkpoint = read_checkpoint(checkpoint_path, map_location)
     arguments = {**_saved_arguments(module_class, checkpoint), **hyper_parameters}
     try:
         module = module_class(**arguments)
@@ -68,11 +69,43 @@ def load_pruned(
             f"{module_class.__name__} cannot be built from the arguments in the checkpoint ({error}): call "
             "save_hyperparameters() in its __init__, or pass them to load_pruned"
         ) from error
+    restore_pruned(module, checkpoint, strict=strict)
+    return module
+
+
+def read_checkpoint(path: str | os.PathLike[str], map_location: Any = "cpu") -> Mapping[str, Any]:
+    """Return the content of a Trainer's checkpoint; only tensors and plain types are read.
+
+    Raises:
+        UsageError: If the file is something else.
+    """
+    try:
+        checkpoint = torch.load(path, map_location=map_location, weights_only=True)
+    except (pickle.UnpicklingError, zipfile.BadZipFile, EOFError) as error:
+        foreign = re.search(r"Unsupported \w+: (?:GLOBAL )?(\S+)", str(error))
+        if foreign is None:
+            raise UsageError(
+                f"{os.fspath(path)} is no checkpoint: give the path of a file that a Trainer wrote"
+            ) from error
+        raise UsageError(
+            f"{os.fspath(path)} holds {foreign.group(1)}, but only tensors and plain types are read: leave it out of "
+            "the checkpoint with save_hyperparameters(ignore=[...])"
+        ) from error
+    if not isinstance(checkpoint, Mapping) or "state_dict" not in checkpoint:
+        raise UsageError(f"{os.fspath(path)} is no checkpoint of a Trainer: it has no state_dict")
+    return checkpoint
+
+
+def restore_pruned(module: nn.Module, checkpoint: Mapping[str, Any], *, strict: bool = True) -> None:
+    """Make the dense ``module`` what ``checkpoint`` holds: small if it was pruned, then the weights.
+
+    Raises:
+        UsageError: If the recipe was made for another model.
+    """
     recipe = recipe_of(checkpoint)
     if recipe is not None:
         recipe.apply(module)
     module.load_state_dict(checkpoint["state_dict"], strict=strict)
-    return module
 
 
 def _saved_arguments(module_class: type[nn.Module], checkpoint: Mapping[str, Any]) -> dict[str, Any]:

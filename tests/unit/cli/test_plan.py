@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from robustdist.callbacks import StructuredPruning
-from robustdist.callbacks.pruning_example import num_rows, with_rows
 from robustdist.callbacks.pruning_plan import plan_of
 from robustdist.core.testing import toy_images
 from robustdist.errors import UsageError
+from robustdist.pruning.example import num_rows, with_rows
 from robustdist.pruning.plan import whole_by
 from robustdist.pruning.selection import Target
 from tests.unit.pruning.nets import Residual, mlp_group
