@@ -9,7 +9,7 @@ from torch import nn
 from robustdist.callbacks.pruning_example import example_of, forward_of
 from robustdist.pruning import discover
 from robustdist.pruning.cost import CostModel
-from robustdist.pruning.example import num_rows
+from robustdist.pruning.example import with_rows
 from robustdist.pruning.importance import Magnitude, named_tensors
 from robustdist.pruning.plan import PruningPlan, chosen_groups, whole_by
 from robustdist.pruning.selection import select
@@ -37,7 +37,7 @@ def plan_of(pruning: StructuredPruning, module: nn.Module, batch: Any) -> Prunin
     groups = chosen_groups(found, pruning.ignore)
     tensors = named_tensors(module)
     criterion = Magnitude()
-    cost = CostModel(module, groups, lambda: forward(module, example))
+    cost = CostModel(module, groups, lambda: forward(module, with_rows(example, 1)))
     removed = select(
         groups,
         {group.name: criterion.score(group, tensors) for group in groups},
@@ -60,7 +60,6 @@ def plan_of(pruning: StructuredPruning, module: nn.Module, batch: Any) -> Prunin
         found,
         removed,
         cost,
-        rows=num_rows(example),
         rules=rules,
         refused=refused,
     )

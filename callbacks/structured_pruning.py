@@ -13,6 +13,7 @@ from robustdist.callbacks.progress import Progress
 from robustdist.callbacks.pruning_example import example_of, forward_of
 from robustdist.callbacks.pruning_files import follow_checkpoints, release_checkpoints
 from robustdist.callbacks.pruning_learning import LEARNED, LearningPhase
+from robustdist.callbacks.pruning_report import FinalReport
 from robustdist.callbacks.pruning_surgery import (
     all_finite,
     averaged_modules,
@@ -29,6 +30,7 @@ from robustdist.errors import RobustDistWarning, UsageError
 from robustdist.pruning import PruningRecipe, UnitGroup, UnitMasks, compile_recipe, discover
 from robustdist.pruning.batch_norm import BatchNormRecalibration
 from robustdist.pruning.cost import CostModel
+from robustdist.pruning.example import with_rows
 from robustdist.pruning.groups import Kind
 from robustdist.pruning.hidden import norms_over_survivors
 from robustdist.pruning.importance import CRITERIA, Criterion, make_criterion, named_tensors
@@ -80,6 +82,8 @@ class StructuredPruning(Callback):
         input_key: Where the input stands in a batch, if it cannot be told.
         seed: Seed of ``random``.
         method_options: Further arguments of the criterion, for example ``{"p": 1}`` for ``magnitude``.
+        report: At the end of the fit, measure and print widths, sizes, CPU times and accuracies, dense and small.
+        report_dir: Folder for the same as JSON and for a picture of the schedule.
 
     Raises:
         UsageError: For options out of range; at the start of fit for strategies with sharded weights, for start methods
@@ -109,6 +113,8 @@ class StructuredPruning(Callback):
         input_key: str | int | None = None,
         seed: int = 0,
         method_options: Mapping[str, Any] | None = None,
+        report: bool = True,
+        report_dir: str | None = None,
     ) -> None:
         if removal not in get_args(Removal):
             raise UsageError(f"removal={removal!r} is unknown: use {' or '.join(get_args(Removal))}")
@@ -152,6 +158,7 @@ class StructuredPruning(Callback):
         if distill and not (forward is None or isinstance(forward, str)):
             raise UsageError("distill: forward must be the path of the part that training_step calls, not a function")
         self._teacher = Teacher(distill, distill_temperature, forward if isinstance(forward, str) else "")
+        self._report = FinalReport(report, report_dir)
 
     # --- life of a fit
 
@@ -164,6 +171,7 @@ class StructuredPruning(Callback):
                     check_main_process_can_follow(trainer)
                 self._teacher.enrol(trainer, pl_module)
             self._forget()
+            self._report.begin(pl_module)
         follow_checkpoints(trainer, pl_module, stage)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -175,6 +183,7 @@ class StructuredPruning(Callback):
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Find the groups at the first batch; set learned masks."""
+        self._report.see(pl_module, batch, self.input_key)
         if not self.groups and not self._cut:
             self._begin(trainer, pl_module, batch)
         if self._learning is not None:
@@ -185,6 +194,11 @@ class StructuredPruning(Callback):
         if self._learning is not None:
             self._learning.before_evaluation()
 
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Note accuracies for the report."""
+        phase = "small" if self._cut else "masked" if self.removed else "dense"
+        self._report.evaluated(trainer, self._progress.num_steps, phase)
+
     def _begin(self, trainer: Trainer, pl_module: LightningModule, batch: Any) -> None:
         with failing_together():
             example = example_of(pl_module, batch, self.input_key)
@@ -192,7 +206,7 @@ class StructuredPruning(Callback):
             found = discover(pl_module, example, forward=forward, kinds=self.kinds)
             groups = chosen_groups(found, self.ignore)
             self._tensors = named_tensors(pl_module)
-            self._cost = CostModel(pl_module, groups, lambda: forward(pl_module, example))
+            self._cost = CostModel(pl_module, groups, lambda: forward(pl_module, with_rows(example, 1)))
             # what cannot be scored or reached is refused before anything is trained
             trial = {group.name: torch.zeros(group.size) for group in groups}
             if self.criterion is not None and not self.criterion.needs_gradients:
@@ -235,11 +249,12 @@ class StructuredPruning(Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Cut what is still only masked; say so if training was too short for the schedule."""
-        if self._cut or self.removal == "never" or not self.groups:
-            return
-        if self._way < 1:
-            self._choose(trainer, pl_module, 1.0)
-        self._remove(trainer, pl_module)
+        if self.groups and not self._cut and self.removal != "never":
+            if self._way < 1:
+                self._choose(trainer, pl_module, 1.0)
+            self._remove(trainer, pl_module)
+        if self._cut:
+            self._report.finish(trainer, pl_module, self.forward, method=self.method, target=self.target)
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Leave nothing of ours on the module but its recipe."""
@@ -268,6 +283,7 @@ class StructuredPruning(Callback):
             "cut": self._cut,
             "teacher": self._teacher.state_dict(),
             "recalibration": self._recalibration.state_dict(),
+            "report": self._report.state_dict(),
             **self._progress.state_dict(),
         }
 
@@ -287,6 +303,7 @@ class StructuredPruning(Callback):
         self._cut = bool(state_dict["cut"])
         self._teacher.load_state_dict(state_dict["teacher"])
         self._recalibration.load_state_dict(state_dict["recalibration"])
+        self._report.load_state_dict(state_dict.get("report", {}))
         self._progress.load_state_dict(state_dict)
 
     # --- steps of pruning
@@ -321,6 +338,7 @@ class StructuredPruning(Callback):
             "prune/params": float(cost.params),
             "prune/macs": float(cost.macs),
         }
+        self._report.note(self._progress.num_steps, figures)
         if trainer.training and not trainer.fit_loop.done:  # not at the end of fit, where Lightning refuses logs
             pl_module.log_dict(figures, on_step=True, on_epoch=False)
 

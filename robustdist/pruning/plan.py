@@ -67,7 +67,6 @@ class PruningPlan:
         removed: Removed,
         cost: CostModel,
         *,
-        rows: int = 1,
         rules: Mapping[str, str] | None = None,
         refused: Mapping[str, str] | None = None,
     ) -> PruningPlan:
@@ -78,8 +77,7 @@ class PruningPlan:
             target: What was asked for.
             found: All groups of the model.
             removed: Units that would go.
-            cost: Of the groups that take part.
-            rows: Samples that ``cost`` was counted on.
+            cost: Of the groups that take part, counted on one sample.
             rules: Group -> why it stays whole.
             refused: As from :func:`robustdist.pruning.discover`.
         """
@@ -95,8 +93,7 @@ class PruningPlan:
             )
             for group in found
         )
-        dense, small = (Cost(size.params, size.macs // rows) for size in (cost.dense, cost.of(removed)))
-        return cls(model, target, groups, dense, small, dict(refused or {}))
+        return cls(model, target, groups, cost.dense, cost.of(removed), dict(refused or {}))
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values."""
