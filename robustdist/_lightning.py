@@ -23,6 +23,7 @@ __all__ = [
     "LightningDataModule",
     "LightningModule",
     "ModelCheckpoint",
+    "ModelPruning",
     "MultiProcessingLauncher",
     "SaveConfigCallback",
     "StrategyRegistry",
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
         EarlyStopping,
         GradientAccumulationScheduler,
         ModelCheckpoint,
+        ModelPruning,
         WeightAveraging,
     )
     from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
@@ -62,6 +64,7 @@ else:
     EarlyStopping = _callbacks.EarlyStopping
     GradientAccumulationScheduler = _callbacks.GradientAccumulationScheduler
     ModelCheckpoint = _callbacks.ModelCheckpoint
+    ModelPruning = _callbacks.ModelPruning
     SaveConfigCallback = _cli.SaveConfigCallback
     _strategies = importlib.import_module(f"{PACKAGE}.strategies")
     DDPStrategy = _strategies.DDPStrategy

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from robustdist.bench.comm_train import bench_comm_train
     from robustdist.bench.learners import bench_learners
     from robustdist.bench.objectives import bench_objectives
+    from robustdist.bench.prune import bench_prune
     from robustdist.bench.prune_accuracy import bench_prune_accuracy
     from robustdist.bench.prune_text import bench_prune_text
     from robustdist.bench.text import bench_text
@@ -26,6 +27,7 @@ __all__ = [
     "bench_comm_train",
     "bench_learners",
     "bench_objectives",
+    "bench_prune",
     "bench_prune_accuracy",
     "bench_prune_text",
     "bench_text",
@@ -37,6 +39,7 @@ _NEED_LIGHTNING = {
     "bench_comm_train": "comm_train",
     "bench_learners": "learners",
     "bench_objectives": "objectives",
+    "bench_prune": "prune",
     "bench_prune_accuracy": "prune_accuracy",
     "bench_prune_text": "prune_text",
     "bench_text": "text",
