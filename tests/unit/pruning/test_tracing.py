@@ -180,7 +180,7 @@ NETS = {
     "resnet18": 3_055_880,
     "mobilenet_v3_small": 911_224,
     "efficientnet_b0": 1_701_446,
-    "densenet": None,
+    "small_densenet": None,
     "squeezenet1_1": None,
 }
 
