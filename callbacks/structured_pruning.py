@@ -186,6 +186,7 @@ class StructuredPruning(Callback):
         self._report.see(pl_module, batch, self.input_key)
         if not self.groups and not self._cut:
             self._begin(trainer, pl_module, batch)
+        self._recalibration.before_batch(pl_module)
         if self._learning is not None:
             self._learning.before_batch(self._progress.num_steps)
 
@@ -400,7 +401,7 @@ class StructuredPruning(Callback):
         pl_module.pruning_recipe = recipe  # type: ignore[assignment]
         self._cut, self._masks, self._cost, self.groups, self._tensors = True, None, None, [], {}
         after = sum(parameter.numel() for parameter in pl_module.parameters())
-        self._recalibration.start(pl_module)
+        self._recalibration.start()
         rank_zero_info(
             f"StructuredPruning: {before:,} -> {after:,} parameters ({after / before - 1:+.1%}) "
             f"after {self._progress.num_steps} steps"

@@ -23,13 +23,19 @@ class BatchNormRecalibration:
 
     def __init__(self, num_batches: int) -> None:
         self.num_batches = num_batches
+        self._due = False
         self._left = 0
         self._momenta: dict[str, float | None] = {}
 
-    def start(self, module: nn.Module) -> None:
-        """Begin, from fresh statistics."""
-        if not self.num_batches:
+    def start(self) -> None:
+        """Begin with the next batch; until it is there, old statistics are better than none."""
+        self._due = self.num_batches > 0
+
+    def before_batch(self, module: nn.Module) -> None:
+        """Drop the statistics, if the first batch after the removal is about to pass."""
+        if not self._due:
             return
+        self._due = False
         for name, layer in _norms(module):
             if not layer.training:
                 continue  # frozen: it keeps its statistics
@@ -59,11 +65,11 @@ class BatchNormRecalibration:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what is left to do."""
-        return {"left": self._left, "momenta": dict(self._momenta)}
+        return {"due": self._due, "left": self._left, "momenta": dict(self._momenta)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what was left to do; :meth:`attach` carries it on."""
-        self._left, self._momenta = int(state["left"]), dict(state["momenta"])
+        self._due, self._left, self._momenta = bool(state["due"]), int(state["left"]), dict(state["momenta"])
 
     def _restore(self, module: nn.Module) -> None:
         for name, layer in _norms(module):
