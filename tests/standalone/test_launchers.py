@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from . import train_script
+from . import prune_script, train_script
 
 pytestmark = [pytest.mark.standalone, pytest.mark.timeout(180)]
 
@@ -43,3 +43,23 @@ def test_two_started_processes_train_as_one(tmp_path, single, strategy):
         assert result["counters"]["num_steps"] == train_script.NUM_STEPS
         assert result["history"] == single["history"]
         assert result["num_samples"] == 33
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "robust_ddp_spawn"])
+def test_two_started_processes_end_with_the_same_small_network(tmp_path, strategy):
+    path = tmp_path / "result"
+    finished = subprocess.run(
+        [sys.executable, prune_script.__file__, strategy, str(path)],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        timeout=170,
+    )
+    assert finished.returncode == 0, finished.stderr[-3000:]
+    ranks = [torch.load(f"{path}.{rank}", weights_only=True) for rank in range(2)]
+    assert ranks[0]["recipe"] == ranks[1]["recipe"]
+    assert ranks[0]["weights"]["net.conv.weight"].shape[0] == 2
+    for name, value in torch.load(f"{path}.main", weights_only=True).items():
+        assert torch.equal(value, ranks[0]["weights"][name])
+        if "running" not in name:
+            assert torch.equal(value, ranks[1]["weights"][name])
