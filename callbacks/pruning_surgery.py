@@ -14,6 +14,7 @@ from robustdist._lightning import (
     DDPStrategy,
     LightningModule,
     MultiProcessingLauncher,
+    StochasticWeightAveraging,
     Trainer,
     WeightAveraging,
 )
@@ -25,8 +26,8 @@ from robustdist.pruning.surgery import check_no_graph_is_held
 __all__ = [
     "all_finite",
     "averaged_modules",
+    "check_all_can_follow",
     "check_hashes",
-    "check_main_process_can_follow",
     "cut_in_fit",
     "read_by",
 ]
@@ -94,12 +95,18 @@ def _callbacks(trainer: Any) -> list[Callback]:
     return list(trainer.callbacks)
 
 
-def check_main_process_can_follow(trainer: Trainer) -> None:
-    """Refuse forked and spawned processes whose main process loads the weights without knowing the structure.
+def check_all_can_follow(trainer: Trainer) -> None:
+    """Refuse what could not go on with a smaller module.
 
     Raises:
-        UsageError: Naming strategies that can.
+        UsageError: For forked and spawned training whose main process loads the weights without knowing the structure,
+            and for averages that nobody can cut.
     """
+    if any(isinstance(callback, StochasticWeightAveraging) for callback in _callbacks(trainer)):
+        raise UsageError(
+            "StructuredPruning: the copy that StochasticWeightAveraging keeps cannot follow a removal: use "
+            "EMAWeightAveraging, or removal='never'"
+        )
     launcher: Any = trainer.strategy.launcher
     if isinstance(launcher, MultiProcessingLauncher) and not getattr(launcher, "follows_structure", False):
         raise UsageError(

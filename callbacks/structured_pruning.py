@@ -17,8 +17,8 @@ from robustdist.callbacks.pruning_report import FinalReport
 from robustdist.callbacks.pruning_surgery import (
     all_finite,
     averaged_modules,
+    check_all_can_follow,
     check_hashes,
-    check_main_process_can_follow,
     cut_in_fit,
     read_by,
 )
@@ -168,7 +168,7 @@ class StructuredPruning(Callback):
             with failing_together():
                 check_module_can_be_called(trainer.strategy, "StructuredPruning")
                 if self.removal == "scheduled":
-                    check_main_process_can_follow(trainer)
+                    check_all_can_follow(trainer)
                 self._teacher.enrol(trainer, pl_module)
             self._forget()
             self._report.begin(pl_module)

@@ -26,6 +26,7 @@ __all__ = [
     "ModelPruning",
     "MultiProcessingLauncher",
     "SaveConfigCallback",
+    "StochasticWeightAveraging",
     "StrategyRegistry",
     "Trainer",
     "WeightAveraging",
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
         EarlyStopping,
         GradientAccumulationScheduler,
         ModelCheckpoint,
+        StochasticWeightAveraging,
         ModelPruning,
         WeightAveraging,
     )
@@ -70,6 +72,7 @@ else:
     DDPStrategy = _strategies.DDPStrategy
     StrategyRegistry = _strategies.StrategyRegistry
     MultiProcessingLauncher = _strategies.launchers._MultiProcessingLauncher
+    StochasticWeightAveraging = _callbacks.StochasticWeightAveraging
     WeightAveraging = _callbacks.WeightAveraging
     LightningDataModule = _root.LightningDataModule
     LightningModule = _root.LightningModule

@@ -6,7 +6,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, ModelCheckpoint, StochasticWeightAveraging
 from torch.utils.data import DataLoader, TensorDataset
 
 from robustdist.attacks import FGSM
@@ -359,6 +359,11 @@ def test_what_cannot_be_done_is_said_before_training(tmp_path, options, fit, mes
     # a forked process hands on the text of its error
     with pytest.raises(Exception, match=message):
         fitted(tmp_path, [pruning(**options)], **fit)
+
+
+def test_an_average_that_cannot_follow_is_refused(tmp_path):
+    with pytest.raises(UsageError, match="use EMAWeightAveraging, or removal='never'"):
+        fitted(tmp_path, [pruning(), StochasticWeightAveraging(1e-2)])
 
 
 @pytest.mark.parametrize(
