@@ -47,8 +47,8 @@ if TYPE_CHECKING:
         EarlyStopping,
         GradientAccumulationScheduler,
         ModelCheckpoint,
-        StochasticWeightAveraging,
         ModelPruning,
+        StochasticWeightAveraging,
         WeightAveraging,
     )
     from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, SaveConfigCallback
