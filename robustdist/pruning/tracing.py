@@ -122,6 +122,8 @@ class _Walk:
                 self.refused = True
             else:
                 self._put(path, dim, layer.shape[dim], index, roots, "norm")
+        elif isinstance(layer, _ROOTS) and "weight" not in dict(layer.named_parameters(recurse=False)):
+            self.refused = True  # computed from other tensors, as by weight norm: its rows cannot go
         elif isinstance(layer, CONVOLUTIONS):
             self._convolution(path, layer, makes, index, roots)
         elif isinstance(layer, nn.Linear):

@@ -9,7 +9,7 @@ from pathlib import Path
 import lightning.pytorch as pl
 import pytest
 
-from examples import multi_label, quantized_data, regression
+from examples import multi_label, quantized_data, regression, structured_pruning
 from robustdist.data import MNIST5kDataModule
 
 ROOT = Path(__file__).parents[2]
@@ -31,6 +31,15 @@ def test_regression(monkeypatch, tmp_path):
     for clean, attacked in results.values():
         assert 0 < clean < attacked
     assert results["adversarial"][1] < results["ordinary"][1]
+
+
+@pytest.mark.slow
+def test_structured_pruning(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    results = structured_pruning.main(max_epochs=4)
+    assert results["loaded"] == results["pruned"]
+    assert results["pruned"][0] < 0.3 * results["dense"][0]
+    assert results["pruned"][1] > 0.8
 
 
 @pytest.mark.slow
@@ -68,6 +77,6 @@ def test_their_modules_know_nothing_of_attacks(name):
     assert cls.__bases__ == (pl.LightningModule,)
 
 
-@pytest.mark.parametrize("name", ["multi_label", "quantized_data", "regression"])
+@pytest.mark.parametrize("name", ["multi_label", "quantized_data", "regression", "structured_pruning"])
 def test_they_are_short(name):
     assert len((ROOT / "examples" / f"{name}.py").read_text().splitlines()) < 80

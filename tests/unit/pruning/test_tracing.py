@@ -221,3 +221,10 @@ def test_the_names_of_torch_pruning_in_use_are_there():
     assert group.items[0].dep.target.module is layer
     assert graph.is_out_channel_pruning_fn(group.items[0].dep.handler)
     assert list(graph.unwrapped_parameters) == []
+
+
+def test_a_weight_that_is_computed_stays_whole():
+    from torch.nn.utils.parametrizations import weight_norm
+
+    net = nn.Sequential(weight_norm(nn.Conv2d(1, 8, 3)), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 1))
+    assert [group.name for group in discover(net, torch.rand(2, 1, 8, 8))] == ["2"]
