@@ -59,8 +59,8 @@ class StructuredPruning(Callback):
     ``pl_module.pruning_recipe`` is the :class:`~robustdist.pruning.PruningRecipe`.
 
     Args:
-        target: What is left: ``{"macs": 0.5}``, ``{"params": 0.5}`` or ``{"width": 0.5}`` (shares in (0, 1]),
-            ``{"latency_ms": 8.0}``, or the width of every layer, ``{"heads": 6, "ffn": 768}``.
+        target: What is left: ``{"macs": 0.5}``, ``{"params": 0.5}`` or ``{"width": 0.5}`` (shares in (0, 1]), or the
+            width of every layer, ``{"heads": 6, "ffn": 768}``.
         method: Scores: ``taylor``, ``magnitude``, ``bn_scale``, ``movement``, ``random``; or masks learned with
             gates until the end of the schedule: ``l0`` (hard concrete, meets exact widths), ``hydra`` (scores under the
             loss of training, weights wait meanwhile).
@@ -118,12 +118,17 @@ class StructuredPruning(Callback):
     ) -> None:
         if removal not in get_args(Removal):
             raise UsageError(f"removal={removal!r} is unknown: use {' or '.join(get_args(Removal))}")
+        for option, value in (("kinds", kinds), ("ignore", ignore)):
+            if isinstance(value, str):
+                raise UsageError(f"{option}={value!r} must be a list: write [{value!r}]")
         unknown = set(kinds) - set(get_args(Kind))
         if unknown or not kinds:
             raise UsageError(f"kinds={list(kinds)}: give some of {', '.join(get_args(Kind))}")
         if bn_recalibration_batches < 0:
             raise UsageError(f"bn_recalibration_batches={bn_recalibration_batches} must not be negative")
         self.target = Target.parse(target)
+        if self.target.name == "latency_ms":
+            raise UsageError("target latency_ms is not measured in a fit: give macs, params, width or exact widths")
         self.method = method
         self.schedule = PruningSchedule.parse(schedule)
         self.kinds = tuple(kinds)

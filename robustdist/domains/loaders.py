@@ -111,7 +111,8 @@ def _read(dataset: Any, key: Any) -> list[Any]:
     if not has_key or (isinstance(sample, Sequence) and key >= len(sample)):
         held = f"keys {', '.join(map(str, sample))}" if isinstance(sample, Mapping) else type(sample).__name__
         raise UsageError(
-            f"domain_ids={key!r} is neither an attribute of {type(dataset).__name__} nor a key of its samples ({held})"
+            f"domain_ids={key!r} is neither an attribute of {type(dataset).__name__} nor a key of its samples "
+            f"({held}): give one of these, a function of the data set or a list"
         )
     return [dataset[place][key] for place in range(_length(dataset))]
 

@@ -61,7 +61,10 @@ class DomainSampler(Sampler[int]):
         self._members: list[list[int]] = [[] for _ in range(num_domains)]
         for place, domain in enumerate(self.domain_ids):
             if domain >= num_domains:
-                raise UsageError(f"domain_ids has the domain {domain}, but there are only {num_domains}, from 0 on")
+                raise UsageError(
+                    f"domain_ids has the domain {domain}, but there are only {num_domains}, from 0 on: ratios, names "
+                    "and references need an entry for every domain"
+                )
             self._members[domain].append(place)
         empty = [str(domain) for domain, members in enumerate(self._members) if not members]
         if empty:

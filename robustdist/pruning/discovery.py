@@ -65,8 +65,8 @@ def discover(
     if not groups:
         reasons = "; ".join(f"{path or 'the model'}: {reason}" for path, reason in notes.items())
         raise UsageError(
-            f"nothing in {type(module).__name__} can be removed ({reasons or 'no layer inside'}): prune a model with "
-            f"layers inside whose units only layers that can lose them depend on, or add to kinds={sorted(kinds)}"
+            f"nothing in {type(module).__name__} can be removed ({reasons or 'no such layer was found'}): add to "
+            f"kinds={sorted(kinds)}, or prune a model with layers whose units only layers that can lose them read"
         )
     return groups
 

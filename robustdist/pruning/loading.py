@@ -81,7 +81,7 @@ def read_checkpoint(path: str | os.PathLike[str], map_location: Any = "cpu") -> 
     """
     try:
         checkpoint = torch.load(path, map_location=map_location, weights_only=True)
-    except (pickle.UnpicklingError, zipfile.BadZipFile, EOFError) as error:
+    except (pickle.UnpicklingError, zipfile.BadZipFile, EOFError, LookupError) as error:
         foreign = re.search(r"Unsupported \w+: (?:GLOBAL )?(\S+)", str(error))
         if foreign is None:
             raise UsageError(

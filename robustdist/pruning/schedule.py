@@ -59,6 +59,8 @@ class PruningSchedule:
         Raises:
             UsageError: If an option is unknown or out of range.
         """
+        if options is not None and not isinstance(options, Mapping):
+            raise UsageError(f"schedule={options!r} must be a mapping: write {{'kind': 'cubic'}}, for example")
         options = dict(options or {})
         known = [field.name for field in fields(cls)]
         unknown = sorted(set(options) - set(known))

@@ -52,6 +52,8 @@ class Target:
         Raises:
             UsageError: If a name is unknown, several are mixed, or a value is out of range.
         """
+        if not isinstance(target, Mapping):
+            raise UsageError(f"target={target!r} must be a mapping: write {{'macs': 0.5}}, for example")
         names = set(target)
         if names and names <= set(get_args(Kind)):
             for kind, width in target.items():
@@ -123,8 +125,8 @@ def select(
     for group in groups:
         if len(result.get(group.name, ())) == group.size and not drop_layers:
             raise UsageError(
-                f"group {group.name}: all {group.size} {group.kind} selected; raise min_units (min_heads), or allow "
-                "drop_layers"
+                f"group {group.name}: all {group.size} {group.kind} would go; raise the target or min_units, or put "
+                "the group into ignore"
             )
     return result
 

@@ -370,6 +370,11 @@ def test_an_average_that_cannot_follow_is_refused(tmp_path):
     ("options", "message"),
     [
         ({"target": {"macs": 0}}, "target macs=0 is out of range"),
+        ({"target": 0.5}, "target=0.5 must be a mapping"),
+        ({"target": {"latency_ms": 8.0}}, "target latency_ms is not measured in a fit: give macs"),
+        ({"schedule": "cubic"}, "schedule='cubic' must be a mapping"),
+        ({"kinds": "channels"}, r"kinds='channels' must be a list: write \['channels'\]"),
+        ({"ignore": "fc"}, "ignore='fc' must be a list"),
         ({"target": {"macs": 0.5, "params": 0.5}}, "give one of"),
         ({"method": "magic"}, "method='magic' is unknown"),
         ({"schedule": {"end": 0.5, "begin": 0.1}}, "schedule has no option 'begin'"),

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from robustdist.errors import UsageError
-from robustdist.pruning import PruningRecipe, compile_recipe, optimizers_follow
+from robustdist.pruning import PruningRecipe, compile_recipe, load_pruned, optimizers_follow
 from tests.unit.pruning.nets import mlp, mlp_group
 
 X = torch.randn(5, 4, generator=torch.Generator().manual_seed(1))
@@ -199,3 +199,10 @@ def test_training_goes_on_as_if_masked(net, name):
     assert (net(x) - small(x)).abs().max() < 1e-12
     expected = recipe.slice_like("0.weight", net[0].weight.data)
     assert (small[0].weight - expected).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("text", ["hello", "trainer:\n  max_epochs: 2\n", ""])
+def test_a_file_that_is_no_checkpoint_is_named(tmp_path, text):
+    (tmp_path / "some.ckpt").write_text(text)
+    with pytest.raises(UsageError, match=r"some\.ckpt is no checkpoint"):
+        load_pruned(nn.Linear, tmp_path / "some.ckpt")

@@ -190,7 +190,7 @@ def test_wrong_input_is_named(model):
     scores = random_scores(groups)
     with pytest.raises(UsageError, match=r"params=0.05 cannot be reached.* 0\.0997 is left"):
         select(groups, scores, target=Target("params", 0.05), cost=cost)
-    with pytest.raises(UsageError, match=r"group conv1: all 3 channels selected; raise min_units.*drop_layers"):
+    with pytest.raises(UsageError, match=r"group conv1: all 3 channels would go; raise the target .*ignore"):
         select(groups, scores, target=Target.parse({"channels": 0}))
     with pytest.raises(UsageError, match="ffn=9 does not fit group hidden, which can have 0 to 5"):
         select(groups, scores, target=Target.parse({"ffn": 9}))
