@@ -11,7 +11,7 @@ from torch import nn
 from robustdist._lightning import LightningModule, Trainer
 from robustdist.callbacks.pruning_surgery import averaged_modules
 from robustdist.errors import UsageError
-from robustdist.pruning.loading import RECIPE_KEY, recipe_of
+from robustdist.pruning.loading import RECIPE_KEY, note_recipe, recipe_of
 
 __all__ = ["explain_pruned_files", "follow_checkpoints", "release_checkpoints"]
 
@@ -24,8 +24,11 @@ def follow_checkpoints(trainer: Trainer, module: LightningModule, stage: str) ->
     Lightning restores callbacks after the weights, so the module's own hook, which comes first, is wrapped on the
     instance.
     """
-    if hasattr(vars(module).get(_HOOK), "follows_structure"):
-        return
+    present: Any = vars(module).get(_HOOK)
+    if hasattr(present, "follows_structure"):
+        if present.module is module:
+            return
+        release_checkpoints(module)  # a copy made in a fit brought the hook of its original along
     own = module.on_load_checkpoint
 
     @functools.wraps(own)
@@ -35,6 +38,7 @@ def follow_checkpoints(trainer: Trainer, module: LightningModule, stage: str) ->
         own(checkpoint)
 
     on_load_checkpoint.follows_structure = True  # type: ignore[attr-defined]
+    on_load_checkpoint.module = module  # type: ignore[attr-defined]
     on_load_checkpoint.own = vars(module).get(_HOOK)  # type: ignore[attr-defined]
     vars(module)[_HOOK] = on_load_checkpoint
 
@@ -60,7 +64,7 @@ def _take_structure(module: LightningModule, checkpoint: dict[str, Any], average
     recipe.apply(module)
     for average in averages:
         recipe.apply(average)
-    module.pruning_recipe = recipe  # type: ignore[assignment]
+    note_recipe(module, recipe)
 
 
 class _Explained:

@@ -62,10 +62,10 @@ class Teacher:
         self._copy.to(module.device)
 
     def dismiss(self) -> None:
-        """Unwrap the step and drop the copy."""
+        """Unwrap the step. The copy stays until the next training: checkpoints written after the fit need it."""
         if self._strategy is not None:
             StepInterceptor.of(self._strategy).remove(self._training_step)
-        self._copy = self._strategy = None
+        self._strategy = None
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return the teacher's weights: the module's own have changed since."""

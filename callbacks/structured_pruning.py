@@ -34,7 +34,7 @@ from robustdist.pruning.example import with_rows
 from robustdist.pruning.groups import Kind
 from robustdist.pruning.hidden import norms_over_survivors
 from robustdist.pruning.importance import CRITERIA, Criterion, make_criterion, named_tensors
-from robustdist.pruning.loading import RECIPE_KEY
+from robustdist.pruning.loading import note_recipe
 from robustdist.pruning.plan import chosen_groups
 from robustdist.pruning.schedule import PruningSchedule
 from robustdist.pruning.selection import Removed, Target, select
@@ -56,7 +56,8 @@ class StructuredPruning(Callback):
     Checkpoints before the removal have the shapes of the dense module and load into it as usual; later ones load with
     :func:`robustdist.pruning.load_pruned`, which needs neither this callback nor torch-pruning. A resumed training
     gets its structure from the checkpoint before the weights are loaded. After the removal
-    ``pl_module.pruning_recipe`` is the :class:`~robustdist.pruning.PruningRecipe`.
+    ``pl_module.pruning_recipe`` is the :class:`~robustdist.pruning.PruningRecipe`. Another fit prunes a pruned module
+    further, by the target in terms of its present size; the recipe is then that of both.
 
     Args:
         target: What is left: ``{"macs": 0.5}``, ``{"params": 0.5}`` or ``{"width": 0.5}`` (shares in (0, 1]), or the
@@ -272,12 +273,6 @@ class StructuredPruning(Callback):
 
     # --- checkpoints
 
-    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Add the recipe that was carried out on the weights."""
-        recipe = getattr(pl_module, "pruning_recipe", None)
-        if recipe is not None:
-            checkpoint[RECIPE_KEY] = recipe.to_dict()
-
     def state_dict(self) -> dict[str, Any]:
         """Return scores, masked units and progress."""
         return {
@@ -403,7 +398,7 @@ class StructuredPruning(Callback):
         before = sum(parameter.numel() for parameter in pl_module.parameters())
         self._free_norms()
         reset = cut_in_fit(trainer, pl_module, recipe)
-        pl_module.pruning_recipe = recipe  # type: ignore[assignment]
+        note_recipe(pl_module, recipe)
         self._cut, self._masks, self._cost, self.groups, self._tensors = True, None, None, [], {}
         after = sum(parameter.numel() for parameter in pl_module.parameters())
         self._recalibration.start()

@@ -26,6 +26,7 @@ class BatchNormRecalibration:
         self._due = False
         self._left = 0
         self._momenta: dict[str, float | None] = {}
+        self._attached = False
 
     def start(self) -> None:
         """Begin with the next batch; until it is there, old statistics are better than none."""
@@ -43,6 +44,7 @@ class BatchNormRecalibration:
             layer.reset_running_stats()
             layer.momentum = None  # torch's way to ask for the plain average
         self._left = self.num_batches if self._momenta else 0
+        self._attached = True
 
     def count(self, module: nn.Module) -> None:
         """Note that a batch has passed."""
@@ -50,18 +52,24 @@ class BatchNormRecalibration:
             self._left -= 1
             if not self._left:
                 self._restore(module)
+                self._momenta = {}
 
     def attach(self, module: nn.Module) -> None:
         """Go on after a checkpoint was loaded."""
+        self._attached = True
         if self._left:
             for name, layer in _norms(module):
                 if name in self._momenta:
                     layer.momentum = None
 
     def detach(self, module: nn.Module) -> None:
-        """Give the norms their own momentum back, at the end of a training that was shorter."""
-        if self._left:
+        """Give the norms their own momentum back, at the end of a training that was shorter.
+
+        What is left to do stays in :meth:`state_dict`: a checkpoint may be written after the end.
+        """
+        if self._attached:
             self._restore(module)
+        self._attached = False
 
     def state_dict(self) -> dict[str, Any]:
         """Return what is left to do."""
@@ -75,7 +83,6 @@ class BatchNormRecalibration:
         for name, layer in _norms(module):
             if name in self._momenta:
                 layer.momentum = self._momenta[name]
-        self._left, self._momenta = 0, {}
 
 
 def _norms(module: nn.Module) -> list[tuple[str, Any]]:

@@ -26,7 +26,8 @@ def mapped(value: Any, function: Callable[[Tensor], Any], otherwise: Callable[[A
     if isinstance(value, Mapping):
         return {key: mapped(entry, function, otherwise) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):
-        return type(value)(mapped(entry, function, otherwise) for entry in value)
+        entries = [mapped(entry, function, otherwise) for entry in value]
+        return type(value)(*entries) if hasattr(value, "_fields") else type(value)(entries)
     return otherwise(value)
 
 

@@ -18,10 +18,19 @@ from torch import nn
 from robustdist.errors import UsageError
 from robustdist.pruning.recipe import Fingerprint, PruningRecipe
 
-__all__ = ["RECIPE_KEY", "load_pruned", "pruned_loading", "read_checkpoint", "recipe_of", "restore_pruned"]
+__all__ = [
+    "RECIPE_KEY",
+    "load_pruned",
+    "note_recipe",
+    "pruned_loading",
+    "read_checkpoint",
+    "recipe_of",
+    "restore_pruned",
+]
 
 #: Where a checkpoint keeps the recipe, as plain data.
 RECIPE_KEY = "robustdist.pruning"
+_SAVE = "on_save_checkpoint"
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -30,6 +39,29 @@ def recipe_of(checkpoint: Mapping[str, Any]) -> PruningRecipe | None:
     """Return the recipe that was carried out on the weights of ``checkpoint``; ``None`` if they are dense."""
     content = checkpoint.get(RECIPE_KEY)
     return None if content is None else PruningRecipe.from_dict(content)
+
+
+class _SavesRecipe:
+    """``on_save_checkpoint`` of a pruned module: files without its recipe could not be loaded."""
+
+    def __init__(self, module: Any) -> None:
+        self.module, self.own = module, module.on_save_checkpoint
+
+    def __call__(self, checkpoint: dict[str, Any]) -> None:
+        self.own(checkpoint)
+        checkpoint[RECIPE_KEY] = self.module.pruning_recipe.to_dict()
+
+
+def note_recipe(module: nn.Module, recipe: PruningRecipe) -> None:
+    """Note on ``module`` that ``recipe`` was carried out on it, after others if there were any.
+
+    It is ``module.pruning_recipe`` from now on, and in all checkpoints that a Trainer writes of ``module``, those of
+    weights alone too, with or without callbacks of ours.
+    """
+    earlier = getattr(module, "pruning_recipe", None)
+    module.pruning_recipe = recipe if earlier is None else earlier.compose(recipe)  # type: ignore[assignment]
+    if hasattr(module, _SAVE) and not isinstance(vars(module).get(_SAVE), _SavesRecipe):
+        vars(module)[_SAVE] = _SavesRecipe(module)
 
 
 def load_pruned(
@@ -42,7 +74,8 @@ def load_pruned(
 ) -> M:
     """Load a checkpoint of a pruned model: the dense module from its class, made small, then the weights.
 
-    Needs neither torch-pruning nor a Trainer. A checkpoint without a recipe loads as usual.
+    Needs neither torch-pruning nor a Trainer. A checkpoint without a recipe loads as usual. Trained on by a Trainer,
+    the module writes its recipe into checkpoints again.
 
     Args:
         module_class: The user's class, as for ``load_from_checkpoint``.
@@ -105,6 +138,7 @@ def restore_pruned(module: nn.Module, checkpoint: Mapping[str, Any], *, strict: 
     recipe = recipe_of(checkpoint)
     if recipe is not None:
         recipe.apply(module)
+        note_recipe(module, recipe)
     module.load_state_dict(checkpoint["state_dict"], strict=strict)
 
 
@@ -143,6 +177,7 @@ def pruned_loading() -> Iterator[None]:
         recipe = recipes.get(Fingerprint.of(self).shapes) if recipes else None
         if recipe is not None:
             recipe.apply(self)
+            note_recipe(self, recipe)
         return load_state_dict(self, *args, **kwargs)
 
     torch.load = noting_load

@@ -187,6 +187,26 @@ class PruningRecipe:
             provenance={**self.provenance, **later.provenance},
         )
 
+    def after(self, earlier: PruningRecipe, module: nn.Module) -> PruningRecipe:
+        """Return what is left to do on ``module``, where ``earlier``, the first part of this recipe, is done already.
+
+        The other way round of :meth:`compose`.
+        """
+        before = {(cut.tensor, cut.dim): cut.keep for cut in earlier.cuts}
+        cuts = []
+        for cut in self.cuts:
+            stayed = before.get((cut.tensor, cut.dim), (True,) * len(cut.keep))
+            keep = tuple(stays for stays, there in zip(cut.keep, stayed, strict=True) if there)
+            if not all(keep):
+                cuts.append(replace(cut, keep=keep))
+        return replace(
+            self,
+            dense=Fingerprint.of(module),
+            cuts=tuple(cuts),
+            swaps=tuple(path for path in self.swaps if path not in earlier.swaps),
+            dropped_layers=tuple(path for path in self.dropped_layers if path not in earlier.dropped_layers),
+        )
+
     def hash(self) -> str:
         """Return the sha256 of what the recipe does, the same on every rank and machine."""
         content = self.to_dict()

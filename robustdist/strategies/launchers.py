@@ -10,6 +10,7 @@ from typing import Any
 
 from robustdist._lightning import DDPStrategy, MultiProcessingLauncher, Trainer
 from robustdist.pruning import PruningRecipe
+from robustdist.pruning.loading import note_recipe
 
 __all__ = ["FollowsStructure", "RobustDDPStrategy", "StructureLauncher"]
 
@@ -32,10 +33,12 @@ class StructureLauncher(MultiProcessingLauncher):
     def _recover_results_in_main_process(self, worker_output: Any, trainer: Trainer) -> None:
         text = worker_output.extra.pop(_KEY, None)
         module = trainer.lightning_module
-        if text is not None and getattr(module, "pruning_recipe", None) is None:
-            recipe = PruningRecipe.from_json(text)
+        if text is not None:
+            recipe, earlier = PruningRecipe.from_json(text), getattr(module, "pruning_recipe", None)
+            if earlier is not None:
+                recipe = recipe.after(earlier, module)
             recipe.apply(module)
-            module.pruning_recipe = recipe  # type: ignore[assignment]
+            note_recipe(module, recipe)
         super()._recover_results_in_main_process(worker_output, trainer)
 
 

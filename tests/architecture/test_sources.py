@@ -119,6 +119,7 @@ FOREIGN_PRIVATE: dict[str, set[str]] = {
     "core.guard": {"_buffers", "_fields"},  # torch.nn.Module, named tuples
     "core.muted": {"_modules"},  # torch.nn.Module
     "pruning.cost": {"_scaled_dot_product_flash_attention_for_cpu"},  # torch: an operator its flop counter leaves out
+    "pruning.example": {"_fields"},  # named tuples: documented, public in spite of the underscore
     "pruning.attention": {"_qkv_same_embed_dim"},  # nn.MultiheadAttention: turns the fused path around it off
     "strategies.refusals": {"_in_backward_optimizers", "_use_python_reducer"},  # torch: what a hook cannot serve
     "_lightning": {"_MultiProcessingLauncher"},  # the public name of its module is private

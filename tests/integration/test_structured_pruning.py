@@ -1,12 +1,19 @@
 """StructuredPruning in real fits: one process and two, from the first batch to a resumed training."""
 
 import copy
+from typing import NamedTuple
 
 import lightning.pytorch as pl
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, ModelCheckpoint, StochasticWeightAveraging
+from lightning.pytorch.callbacks import (
+    Callback,
+    EMAWeightAveraging,
+    ModelCheckpoint,
+    OnExceptionCheckpoint,
+    StochasticWeightAveraging,
+)
 from torch.utils.data import DataLoader, TensorDataset
 
 from robustdist.attacks import FGSM
@@ -387,3 +394,90 @@ def test_an_average_that_cannot_follow_is_refused(tmp_path):
 def test_options_out_of_range(options, message):
     with pytest.raises(UsageError, match=message):
         pruning(**options)
+
+
+def test_files_of_weights_alone_and_files_after_the_fit_have_the_recipe(tmp_path):
+    saved = ModelCheckpoint(dirpath=tmp_path, filename="{step}", save_weights_only=True)
+    trainer, module = fitted(tmp_path, [pruning(), saved], enable_checkpointing=True)
+    trainer.save_checkpoint(tmp_path / "after.ckpt", weights_only=True)
+    for name in ("step=16.ckpt", "after.ckpt"):
+        assert replica_digest(load_pruned(Module, tmp_path / name)) == replica_digest(module)
+
+
+@pytest.mark.parametrize("further", [[], [pruning()]], ids=["tuned", "pruned again"])
+def test_a_pruned_module_is_trained_on_and_loads_again(tmp_path, further):
+    trainer, first = fitted(tmp_path, [pruning()])
+    trainer.save_checkpoint(tmp_path / "first.ckpt")
+    module = load_pruned(Module, tmp_path / "first.ckpt")
+    trainer = trainer_of(tmp_path, further)
+    trainer.fit(module, loader())
+    assert (size(module) < size(first)) == bool(further)
+    trainer.save_checkpoint(tmp_path / "second.ckpt")
+    assert torch.equal(load_pruned(Module, tmp_path / "second.ckpt").eval()(X), module.eval()(X))
+
+
+@pytest.mark.slow
+def test_the_main_process_follows_a_second_pruning(tmp_path):
+    module = Module()
+    for _ in range(2):
+        before = size(module)
+        trainer_of(tmp_path, [pruning()], devices=2, strategy="robust_ddp_fork").fit(module, loader(96))
+        assert size(module) < 0.6 * before
+    fresh = Module()
+    module.pruning_recipe.apply(fresh)
+    fresh.load_state_dict(module.state_dict())
+
+
+@pytest.mark.parametrize("at", [4, 12])
+def test_a_file_written_for_an_exception_is_as_good_as_any(tmp_path, at):
+    """By a callback that comes after ours: while units are masked, and while norms are averaged anew."""
+
+    class Stop(Callback):
+        def on_train_epoch_start(self, trainer, pl_module):
+            if trainer.global_step == at:
+                raise KeyboardInterrupt
+
+    saved = ModelCheckpoint(dirpath=tmp_path, filename="{step}", save_top_k=-1)
+    callbacks = [pruning(distill=0.5), Stop(), saved, OnExceptionCheckpoint(tmp_path, "stopped")]
+    with pytest.raises(SystemExit):
+        fitted(tmp_path, callbacks, data=loader(16), max_epochs=NUM_STEPS // 2, enable_checkpointing=True)
+    expected, found = (
+        torch.load(tmp_path / f"{name}.ckpt", weights_only=True)["callbacks"]["StructuredPruning"]
+        for name in (f"step={at}", "stopped")
+    )
+    teachers = expected.pop("teacher"), found.pop("teacher")
+    assert teachers[0].keys() == teachers[1].keys()
+    assert all(map(torch.equal, teachers[0].values(), teachers[1].values()))
+    sums = expected["criterion"].pop("sums"), found["criterion"].pop("sums")
+    assert all(map(torch.equal, sums[0].values(), sums[1].values()))
+    assert found == expected
+    assert bool(found["recalibration"]["left"]) == (at == 12)
+
+
+def test_a_copy_made_in_the_fit_loads_pruned_files(tmp_path):
+    class Copies(Callback):
+        def on_train_start(self, trainer, pl_module):
+            self.copy = copy.deepcopy(pl_module)
+
+    copies = Copies()
+    trainer, module = fitted(tmp_path, [pruning(), copies])
+    trainer.save_checkpoint(tmp_path / "small.ckpt")
+    trainer.validate(copies.copy, loader(), ckpt_path=tmp_path / "small.ckpt", verbose=False)
+    assert replica_digest(copies.copy) == replica_digest(module)
+
+
+class Sentence(NamedTuple):
+    ids: torch.Tensor
+    label: torch.Tensor
+
+
+def test_batches_that_are_named_tuples(tmp_path):
+    class Named(Words):
+        def training_step(self, batch, batch_idx):
+            return F.cross_entropy(self(batch.ids), batch.label)
+
+    ids = torch.randint(20, (32, 7), generator=torch.Generator().manual_seed(0))
+    batches = DataLoader([Sentence(part, part[:, 0] % 5) for part in ids.split(8)], batch_size=None)
+    module = Named()
+    trainer_of(tmp_path, [pruning(kinds=["heads", "ffn"])]).fit(module, batches)
+    assert size(module) < 0.9 * size(Named())

@@ -88,6 +88,15 @@ def test_two_recipes_in_one(net, recipe):
     assert dense[0].out_features == 2
 
 
+def test_the_rest_of_a_recipe_of_which_a_part_is_done(net, recipe):
+    earlier = copy.deepcopy(net)
+    recipe.apply(earlier)
+    later = compile_recipe(earlier, [mlp_group(4)], {"0": [1]})
+    rest = recipe.compose(later).after(recipe, earlier)
+    assert rest.hash() == later.hash()
+    rest.apply(earlier)
+
+
 def test_a_tensor_with_two_names_is_cut_once():
     class Tied(nn.Module):
         def __init__(self):
