@@ -51,6 +51,8 @@ def main(args: Sequence[str] | None = None) -> int:
             from robustdist.cli.exporting import model_of_checkpoint
             from robustdist.cli.lightning_cli import run_lightning_cli
 
+            # Lightning warns of arguments beside sys.argv: these are its arguments, spelt out
+            warnings.filterwarnings("ignore", message="LightningCLI's args parameter")
             spelt = [argument.replace("--torch-export", "--torch_export", 1) for argument in arguments]
             run_lightning_cli([*spelt, *model_of_checkpoint(spelt)], _DESCRIPTION)
         else:

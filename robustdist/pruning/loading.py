@@ -112,6 +112,10 @@ def read_checkpoint(path: str | os.PathLike[str], map_location: Any = "cpu") -> 
     Raises:
         UsageError: If the file is something else.
     """
+    if not zipfile.is_zipfile(path):
+        with open(path, "rb") as file:
+            if file.read(2) == b"PK":
+                raise UsageError(f"{os.fspath(path)} is cut off, its writing did not end: take an earlier checkpoint")
     try:
         checkpoint = torch.load(path, map_location=map_location, weights_only=True)
     except (pickle.UnpicklingError, zipfile.BadZipFile, EOFError, LookupError) as error:

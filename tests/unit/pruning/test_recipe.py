@@ -215,3 +215,10 @@ def test_a_file_that_is_no_checkpoint_is_named(tmp_path, text):
     (tmp_path / "some.ckpt").write_text(text)
     with pytest.raises(UsageError, match=r"some\.ckpt is no checkpoint"):
         load_pruned(nn.Linear, tmp_path / "some.ckpt")
+
+
+def test_a_checkpoint_whose_writing_was_interrupted_is_named(tmp_path):
+    torch.save({"state_dict": nn.Linear(50, 50).state_dict()}, tmp_path / "whole.ckpt")
+    (tmp_path / "cut.ckpt").write_bytes((tmp_path / "whole.ckpt").read_bytes()[:5000])
+    with pytest.raises(UsageError, match=r"cut\.ckpt is cut off"):
+        load_pruned(nn.Linear, tmp_path / "cut.ckpt")
