@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from robustdist.callbacks.pruning_example import example_of, forward_of
+from robustdist.core.snapshot import on_cpu
 from robustdist.pruning import discover
 from robustdist.pruning.cost import CostModel
 from robustdist.pruning.example import with_rows
 from robustdist.pruning.importance import Magnitude, named_tensors
+from robustdist.pruning.latency import latency_after
 from robustdist.pruning.plan import PruningPlan, chosen_groups, whole_by
 from robustdist.pruning.selection import select
 
@@ -43,6 +45,7 @@ def plan_of(pruning: StructuredPruning, module: nn.Module, batch: Any) -> Prunin
         {group.name: criterion.score(group, tensors) for group in groups},
         target=pruning.target,
         cost=cost,
+        latency=latency_after(module, groups, lambda net: forward(net, on_cpu(with_rows(example, 1)))),
         uniform=pruning.uniform,
         round_to=pruning.round_to,
         min_units=pruning.min_units,

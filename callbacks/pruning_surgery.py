@@ -18,6 +18,7 @@ from robustdist._lightning import (
     Trainer,
     WeightAveraging,
 )
+from robustdist.callbacks.learner_tuning import LearnerTuning
 from robustdist.core.ranks import gathered
 from robustdist.errors import UsageError
 from robustdist.pruning import PruningRecipe, UnitGroup, optimizers_follow
@@ -28,6 +29,7 @@ __all__ = [
     "averaged_modules",
     "check_all_can_follow",
     "check_hashes",
+    "check_optimizers_can_follow",
     "cut_in_fit",
     "read_by",
 ]
@@ -107,11 +109,28 @@ def check_all_can_follow(trainer: Trainer) -> None:
             "StructuredPruning: the copy that StochasticWeightAveraging keeps cannot follow a removal: use "
             "EMAWeightAveraging, or removal='never'"
         )
+    if any(isinstance(callback, LearnerTuning) for callback in _callbacks(trainer)):
+        raise UsageError(
+            "StructuredPruning and LearnerTuning do not go together in one fit: prune first, load the small module "
+            "with load_pruned, and tune that"
+        )
     launcher: Any = trainer.strategy.launcher
     if isinstance(launcher, MultiProcessingLauncher) and not getattr(launcher, "follows_structure", False):
         raise UsageError(
             "StructuredPruning: the main process of forked or spawned training could not load the small module: use "
             "strategy='robust_ddp_fork', 'robust_ddp_spawn' or 'ddp', or removal='never'"
+        )
+
+
+def check_optimizers_can_follow(trainer: Trainer) -> None:
+    """Refuse optimisers that remember all parameters as one vector.
+
+    Raises:
+        UsageError: For LBFGS.
+    """
+    if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in trainer.optimizers):
+        raise UsageError(
+            "StructuredPruning: LBFGS remembers one vector of all parameters, which cannot be cut: use Adam"
         )
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypeAlias, get_args
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,12 +13,14 @@ from robustdist.callbacks.progress import Progress
 from robustdist.callbacks.pruning_example import example_of, forward_of
 from robustdist.callbacks.pruning_files import follow_checkpoints, release_checkpoints
 from robustdist.callbacks.pruning_learning import LEARNED, LearningPhase
+from robustdist.callbacks.pruning_options import Removal, check_pruning_options
 from robustdist.callbacks.pruning_report import FinalReport
 from robustdist.callbacks.pruning_surgery import (
     all_finite,
     averaged_modules,
     check_all_can_follow,
     check_hashes,
+    check_optimizers_can_follow,
     cut_in_fit,
     read_by,
 )
@@ -26,22 +28,22 @@ from robustdist.callbacks.pruning_teacher import Teacher
 from robustdist.core.forward import Forward
 from robustdist.core.ranks import failing_together
 from robustdist.core.redirect import check_module_can_be_called
-from robustdist.errors import RobustDistWarning, UsageError
+from robustdist.core.snapshot import on_cpu
+from robustdist.errors import RobustDistWarning
 from robustdist.pruning import PruningRecipe, UnitGroup, UnitMasks, compile_recipe, discover
 from robustdist.pruning.batch_norm import BatchNormRecalibration
 from robustdist.pruning.cost import CostModel
 from robustdist.pruning.example import with_rows
 from robustdist.pruning.groups import Kind
 from robustdist.pruning.hidden import norms_over_survivors
-from robustdist.pruning.importance import CRITERIA, Criterion, make_criterion, named_tensors
+from robustdist.pruning.importance import Criterion, make_criterion, named_tensors
+from robustdist.pruning.latency import latency_after
 from robustdist.pruning.loading import note_recipe
 from robustdist.pruning.plan import chosen_groups
 from robustdist.pruning.schedule import PruningSchedule
 from robustdist.pruning.selection import Removed, Target, select
 
 __all__ = ["StructuredPruning"]
-
-Removal: TypeAlias = Literal["scheduled", "never"]
 
 
 class StructuredPruning(Callback):
@@ -71,7 +73,7 @@ class StructuredPruning(Callback):
         ignore: Patterns of group names (see ``robustdist plan``) that stay whole.
         round_to: Widths are multiples of it where there are more units.
         uniform: Keep the same share in every layer, instead of one threshold for all.
-        min_units: Units that stay in every group.
+        min_units: Units that stay in every group; exact widths go before it.
         removal: ``scheduled``, or ``never`` to leave the units masked: checkpoints keep the dense shapes.
         bn_recalibration_batches: After the removal, batch norms take the plain average of the statistics of so many
             training batches in place of a moving one, which remembers the dense network.
@@ -117,19 +119,17 @@ class StructuredPruning(Callback):
         report: bool = True,
         report_dir: str | None = None,
     ) -> None:
-        if removal not in get_args(Removal):
-            raise UsageError(f"removal={removal!r} is unknown: use {' or '.join(get_args(Removal))}")
-        for option, value in (("kinds", kinds), ("ignore", ignore)):
-            if isinstance(value, str):
-                raise UsageError(f"{option}={value!r} must be a list: write [{value!r}]")
-        unknown = set(kinds) - set(get_args(Kind))
-        if unknown or not kinds:
-            raise UsageError(f"kinds={list(kinds)}: give some of {', '.join(get_args(Kind))}")
-        if bn_recalibration_batches < 0:
-            raise UsageError(f"bn_recalibration_batches={bn_recalibration_batches} must not be negative")
+        check_pruning_options(
+            method=method,
+            kinds=kinds,
+            ignore=ignore,
+            removal=removal,
+            round_to=round_to,
+            bn_recalibration_batches=bn_recalibration_batches,
+            distill=distill,
+            forward=forward,
+        )
         self.target = Target.parse(target)
-        if self.target.name == "latency_ms":
-            raise UsageError("target latency_ms is not measured in a fit: give macs, params, width or exact widths")
         self.method = method
         self.schedule = PruningSchedule.parse(schedule)
         self.kinds = tuple(kinds)
@@ -146,13 +146,12 @@ class StructuredPruning(Callback):
         self.seed = seed
         #: None with methods that learn masks.
         self.criterion = self._make_criterion()
-        if self.criterion is None and removal == "never":
-            raise UsageError(f"removal='never' does not go with method={method!r}, whose masks are no zeros: drop one")
         self.groups: list[UnitGroup] = []
         self.removed: Removed = {}
         self._way = 0.0
         self._cut = False
         self._cost: CostModel | None = None
+        self._latency: Callable[[Mapping[str, Sequence[int]]], float] | None = None
         self._masks: UnitMasks | None = None
         self._norms: list[Any] = []
         self._learning: LearningPhase | None = None
@@ -161,8 +160,6 @@ class StructuredPruning(Callback):
         self._seen_steps = 0
         self._tensors: dict[str, Tensor] = {}
         self._recalibration = BatchNormRecalibration(bn_recalibration_batches)
-        if distill and not (forward is None or isinstance(forward, str)):
-            raise UsageError("distill: forward must be the path of the part that training_step calls, not a function")
         self._teacher = Teacher(distill, distill_temperature, forward if isinstance(forward, str) else "")
         self._report = FinalReport(report, report_dir)
 
@@ -214,12 +211,16 @@ class StructuredPruning(Callback):
             groups = chosen_groups(found, self.ignore)
             self._tensors = named_tensors(pl_module)
             self._cost = CostModel(pl_module, groups, lambda: forward(pl_module, with_rows(example, 1)))
+            if self.target.name == "latency_ms":
+                one = on_cpu(with_rows(example, 1))
+                self._latency = latency_after(pl_module, groups, lambda module: forward(module, one))
             # what cannot be scored or reached is refused before anything is trained
             trial = {group.name: torch.zeros(group.size) for group in groups}
             if self.criterion is not None and not self.criterion.needs_gradients:
                 trial = {group.name: self.criterion.score(group, self._tensors) for group in groups}
             self._select(trial, 1.0, groups)
             self.groups = groups
+            check_optimizers_can_follow(trainer)
             if self.criterion is None:
                 self._learn(trainer, pl_module)
         if self.removed:
@@ -258,6 +259,11 @@ class StructuredPruning(Callback):
         """Cut what is still only masked; say so if training was too short for the schedule."""
         if self.groups and not self._cut and self.removal != "never":
             if self._way < 1:
+                rank_zero_warn(
+                    "training ended before schedule.end: what was to go is removed now, without tuning, and only "
+                    "checkpoints made from here on are small",
+                    category=RobustDistWarning,
+                )
                 self._choose(trainer, pl_module, 1.0)
             self._remove(trainer, pl_module)
         if self._cut:
@@ -367,6 +373,7 @@ class StructuredPruning(Callback):
             target=self.target,
             progress=way,
             cost=self._cost,
+            latency=self._latency,
             uniform=self.uniform,
             round_to=self.round_to,
             min_units=self.min_units,
@@ -417,11 +424,7 @@ class StructuredPruning(Callback):
             self._norms.pop().remove()
 
     def _make_criterion(self) -> Criterion | None:
-        if self.method in LEARNED:
-            return None
-        if self.method not in CRITERIA:
-            raise UsageError(f"method={self.method!r} is unknown: use one of {', '.join([*CRITERIA, *LEARNED])}")
-        return make_criterion(self.method, **self._options)
+        return None if self.method in LEARNED else make_criterion(self.method, **self._options)
 
     def _forget(self) -> None:
         """Begin a new training; a checkpoint is restored after this."""

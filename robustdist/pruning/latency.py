@@ -11,9 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from robustdist.core.guard import module_mode
+from robustdist.pruning.groups import UnitGroup
+from robustdist.pruning.recipe import compile_recipe
+from robustdist.pruning.spare import spare_copy, undisturbed
 from robustdist.types import check_count
 
-__all__ = ["cpu_times", "forward_times"]
+__all__ = ["cpu_times", "forward_times", "latency_after"]
 
 
 def cpu_times(callables: Mapping[str, Callable[[], object]], *, rounds: int = 15, warmup: int = 3) -> dict[str, float]:
@@ -85,3 +88,25 @@ def forward_times(
     for key, (name, size) in keys.items():
         result[name][size] = found[key]
     return result
+
+
+def latency_after(
+    module: nn.Module, groups: Sequence[UnitGroup], run: Callable[[nn.Module], object]
+) -> Callable[[Mapping[str, Sequence[int]]], float]:
+    """Return what measures the milliseconds of ``run`` after a removal, on a copy; see :func:`cpu_times`.
+
+    For :func:`~robustdist.pruning.selection.select`.
+
+    Args:
+        module: The dense module; its weights do not matter.
+        groups: Groups of its units.
+        run: Calls a module once, on the CPU, on the input that is to be measured.
+    """
+
+    def measure(removed: Mapping[str, Sequence[int]]) -> float:
+        with undisturbed(), torch.no_grad():
+            small = spare_copy(module).cpu()
+            compile_recipe(small, groups, removed).apply(small)
+            return cpu_times({"small": lambda: run(small)})["small"]
+
+    return measure
