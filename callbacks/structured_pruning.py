@@ -283,6 +283,7 @@ class StructuredPruning(Callback):
         """Return scores, masked units and progress."""
         return {
             "method": self.method,
+            "target": str(self.target),
             "criterion": {} if self.criterion is None else self.criterion.state_dict(),
             "learned": self._learned if self._learning is None else self._learning.state_dict(),
             "removed": {name: list(units) for name, units in self.removed.items()},
@@ -303,6 +304,12 @@ class StructuredPruning(Callback):
         elif not state_dict["cut"]:
             rank_zero_warn(
                 f"method={self.method!r} starts its scores anew: the checkpoint has those of {state_dict['method']!r}",
+                category=RobustDistWarning,
+            )
+        if state_dict.get("target", str(self.target)) != str(self.target):
+            rank_zero_warn(
+                f"the checkpoint was made for {state_dict['target']}: a removal that is done stays as it is, one that "
+                f"is not goes on to {self.target}",
                 category=RobustDistWarning,
             )
         self.removed = {name: list(units) for name, units in state_dict["removed"].items()}

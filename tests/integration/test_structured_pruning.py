@@ -398,6 +398,13 @@ class Stop(Callback):
         trainer.should_stop = trainer.global_step > 4
 
 
+def test_another_target_in_a_resumed_training_is_told(tmp_path):
+    trainer, _ = fitted(tmp_path, [pruning()], max_epochs=1)
+    trainer.save_checkpoint(tmp_path / "small.ckpt")
+    with pytest.warns(RobustDistWarning, match="a removal that is done stays as it is"):
+        fitted(tmp_path, [pruning(target={"width": 0.25})], ckpt_path=tmp_path / "small.ckpt")
+
+
 def test_lbfgs_is_refused(tmp_path):
     class Other(Module):
         def configure_optimizers(self):
