@@ -39,6 +39,14 @@ def usage_message(error: BaseException) -> str | None:
     twice = re.match(r"Found more than one stateful callback of type `(\w+)`", str(error))
     if twice:
         return f"trainer.callbacks holds {twice.group(1)} twice: give its fragment once (a `callbacks+:` file appends)"
+    mismatch = re.search(r"size mismatch for (\S+): .*?(torch\.Size\(\[.*?\]\)).*?(torch\.Size\(\[.*?\]\))", str(error))
+    if mismatch:
+        name, saved, built = mismatch.groups()
+        return (
+            f"ckpt_path does not fit the model: {name} is {saved} in the file and {built} in the model; give the options "
+            "the model was built with, or, if it was pruned, StructuredPruning among the callbacks, which takes the "
+            "structure from the file"
+        )
     # fork and spawn launchers hand over a worker's exception as text
     workers = re.findall(r"robustdist\.errors\.UsageError: (.+)", str(error))
     return _one_line(workers[-1]) if workers else None

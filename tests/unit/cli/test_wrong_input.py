@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import yaml
+from torch import nn
 
 from robustdist import configs
 from robustdist.cli import main
@@ -129,6 +130,16 @@ def test_a_workers_usage_error_arrives_as_text():
     text = "Traceback:\n  ...\nrobustdist.errors.UsageError: steps=0 must be at least 1\n"
     assert usage_message(RuntimeError(text)) == "steps=0 must be at least 1"
     assert usage_message(RuntimeError("something else")) is None
+
+
+def test_weights_of_another_shape_are_the_checkpoints_and_name_pruning():
+    net = nn.Linear(3, 2)
+    with pytest.raises(RuntimeError) as failed:
+        net.load_state_dict(nn.Linear(3, 4).state_dict())
+    message = usage_message(failed.value)
+    assert message is not None
+    assert "weight is torch.Size([4, 3]) in the file and torch.Size([2, 3]) in the model" in message
+    assert "StructuredPruning among the callbacks" in message
 
 
 def test_help_version_and_no_arguments(command):
