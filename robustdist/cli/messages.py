@@ -43,7 +43,7 @@ def usage_message(error: BaseException) -> str | None:
     if mismatch:
         name, saved, built = mismatch.groups()
         return (
-            f"ckpt_path does not fit the model: {name} is {saved} in the file and {built} in the model; give the options "
+            f"ckpt_path does not fit: {name} is {saved} in the file and {built} in the model; give the options that "
             "the model was built with, or, if it was pruned, StructuredPruning among the callbacks, which takes the "
             "structure from the file"
         )
