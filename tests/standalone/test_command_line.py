@@ -115,10 +115,12 @@ def test_wrong_images_end_a_forked_run_with_one_line(tmp_path, small_config):
     assert "mean and std" in last
 
 
-def test_the_python_block_of_the_readme_runs(tmp_path):
-    (block,) = re.findall(r"```python\n(.+?)```", README, flags=re.DOTALL)
-    assert len([line for line in block.splitlines() if line.strip() and "import" not in line]) <= 10
-    done = run([sys.executable, "-c", block], tmp_path)
+def test_the_python_blocks_of_the_readme_run(tmp_path):
+    blocks = re.findall(r"```python\n(.+?)```", README, flags=re.DOTALL)
+    assert len(blocks) == 2
+    for block in blocks:
+        assert len([line for line in block.splitlines() if line.strip() and "import" not in line]) <= 10
+    done = run([sys.executable, "-c", "\n".join(blocks)], tmp_path)
     assert done.returncode == 0, done.stderr
 
 
@@ -129,8 +131,9 @@ def test_every_file_that_the_readme_names_exists():
 
 
 #: Files that are no scripts, or need data that pip does not install: robust_text, which tests/unit/bench/test_text.py
-#: runs, and quantized_data, whose strategy tests/integration/test_quantized_data.py runs.
-NOT_ALONE = {"classifiers", "quantized_data", "robust_text"}
+#: runs, quantized_data, whose strategy tests/integration/test_quantized_data.py runs, and domain_reweighting, which
+#: tests/integration/test_domain_reweighting.py runs.
+NOT_ALONE = {"classifiers", "domain_reweighting", "quantized_data", "robust_text"}
 
 
 @pytest.mark.parametrize(
