@@ -134,7 +134,11 @@ def _run(
     seconds = 0.0
     if method.options is not None:
         pruning = StructuredPruning(
-            {"width": settings["width"]}, schedule={"kind": "one_shot", "start": _START}, seed=seed, **method.options
+            {"width": settings["width"]},
+            schedule={"kind": "one_shot", "start": _START},
+            seed=seed,
+            report=False,
+            **method.options,
         )
         callbacks: list[Callback] = [_attacked(seed), pruning] if method.robust else [pruning]
         start = time.process_time()

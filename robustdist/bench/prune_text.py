@@ -194,6 +194,7 @@ def _run(
                 round_to=1,
                 distill=_DISTILL,
                 forward="model",
+                report=False,
             )
         )
     mix: DomainReweighting | None = None
