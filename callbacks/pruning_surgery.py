@@ -17,10 +17,12 @@ from robustdist._lightning import (
     StochasticWeightAveraging,
     Trainer,
     WeightAveraging,
+    rank_zero_info,
+    rank_zero_warn,
 )
 from robustdist.callbacks.learner_tuning import LearnerTuning
 from robustdist.core.ranks import gathered
-from robustdist.errors import UsageError
+from robustdist.errors import RobustDistWarning, UsageError
 from robustdist.pruning import PruningRecipe, UnitGroup, optimizers_follow
 from robustdist.pruning.surgery import check_no_graph_is_held
 
@@ -35,22 +37,20 @@ __all__ = [
 ]
 
 
-def cut_in_fit(trainer: Trainer, module: LightningModule, recipe: PruningRecipe) -> list[str]:
+def cut_in_fit(trainer: Trainer, module: LightningModule, recipe: PruningRecipe) -> None:
     """Carry ``recipe`` out on ``module`` between two optimiser steps, on all ranks together.
 
     Parameters keep their identity. The state of optimisers, averaged copies of the module, the residuals of compressed
     communication and what other callbacks keep (those with a method ``follow_pruning(recipe)``) are cut alike; DDP,
-    which remembers old shapes, wraps the module anew and gets its communication hook again.
-
-    Returns:
-        Names of parameters whose optimiser state could not be cut and starts anew.
+    which remembers old shapes, wraps the module anew and gets its communication hook again. Sizes are told, and
+    optimiser state that could not be cut and starts anew is warned about.
 
     Raises:
         UsageError: If somebody holds on to a gradient graph with the old shapes, or ranks have different recipes.
     """
     strategy: Any = trainer.strategy
     check_hashes(recipe)
-    shapes = {name: parameter.shape for name, parameter in module.named_parameters()}
+    shapes, before = {name: parameter.shape for name, parameter in module.named_parameters()}, _size(module)
     wrapped = isinstance(strategy, DDPStrategy) and strategy.model is not module
     if wrapped:
         strategy.model = module
@@ -68,7 +68,16 @@ def cut_in_fit(trainer: Trainer, module: LightningModule, recipe: PruningRecipe)
             follow(recipe)
     if wrapped:
         strategy.configure_ddp()
-    return reset
+    after = _size(module)
+    rank_zero_info(
+        f"StructuredPruning: {before:,} -> {after:,} parameters ({after / before - 1:+.1%}) "
+        f"at global step {trainer.global_step}"
+    )
+    if reset:
+        rank_zero_warn(
+            f"the optimiser's state of {len(reset)} parameters ({reset[0]}, ...) is factored and starts anew",
+            category=RobustDistWarning,
+        )
 
 
 def averaged_modules(trainer: Trainer) -> list[nn.Module]:
@@ -91,6 +100,10 @@ def check_hashes(recipe: PruningRecipe) -> None:
         )
         error.shared = True
         raise error
+
+
+def _size(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def _callbacks(trainer: Any) -> list[Callback]:

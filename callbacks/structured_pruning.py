@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from robustdist._lightning import Callback, LightningModule, Trainer, rank_zero_info, rank_zero_warn
+from robustdist._lightning import Callback, LightningModule, Trainer, rank_zero_warn
 from robustdist.callbacks.progress import Progress
 from robustdist.callbacks.pruning_example import example_of, forward_of
 from robustdist.callbacks.pruning_files import follow_checkpoints, release_checkpoints
@@ -409,22 +409,11 @@ class StructuredPruning(Callback):
 
     def _remove(self, trainer: Trainer, pl_module: LightningModule) -> None:
         recipe = self._recipe(pl_module)
-        before = sum(parameter.numel() for parameter in pl_module.parameters())
         self._free_norms()
-        reset = cut_in_fit(trainer, pl_module, recipe)
+        cut_in_fit(trainer, pl_module, recipe)
         note_recipe(pl_module, recipe)
         self._cut, self._masks, self._cost, self.groups, self._tensors = True, None, None, [], {}
-        after = sum(parameter.numel() for parameter in pl_module.parameters())
         self._recalibration.start()
-        rank_zero_info(
-            f"StructuredPruning: {before:,} -> {after:,} parameters ({after / before - 1:+.1%}) "
-            f"after {self._progress.num_steps} steps"
-        )
-        if reset:
-            rank_zero_warn(
-                f"the optimiser's state of {len(reset)} parameters ({reset[0]}, ...) is factored and starts anew",
-                category=RobustDistWarning,
-            )
 
     def _free_norms(self) -> None:
         while self._norms:

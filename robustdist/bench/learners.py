@@ -18,13 +18,14 @@ from torch import Tensor
 from robustdist._lightning import Callback, LightningModule, Trainer
 from robustdist.bench.machine import describe_machine, installed_version
 from robustdist.bench.output import check_out, finished_runs, make_console, write_json
+from robustdist.bench.seeds import chosen_keys, chosen_seeds, rows_over_seeds, shown, spread
 from robustdist.bench.text import minilm_folder, quiet
 from robustdist.callbacks import LearnerTuning
 from robustdist.data import VADERDataModule
 from robustdist.errors import UsageError
 from robustdist.types import check_count
 
-__all__ = ["bench_learners"]
+__all__ = ["SentenceClassifier", "bench_learners"]
 
 _BATCH_SIZE = 32
 
@@ -97,13 +98,8 @@ def bench_learners(
     Raises:
         UsageError: If an argument is out of range, model or sentences are not there, or ``out`` holds something else.
     """
-    keys = list(dict.fromkeys(("learners", "primed") if methods is None else methods))
-    unknown = [key for key in keys if key not in _METHODS]
-    if unknown or not keys:
-        raise UsageError(f"methods={unknown} are unknown: choose some of {', '.join(_METHODS)}")
-    chosen_seeds = list(dict.fromkeys((0, 1, 2) if seeds is None else seeds))
-    if not chosen_seeds:
-        raise UsageError("seeds is empty: give at least one, for example 0")
+    tried = chosen_seeds(seeds)
+    keys = chosen_keys(methods, _METHODS, ("learners", "primed"))
     counts = {"rank": rank, "priming_epochs": priming_epochs, "epochs": epochs, "threads": threads}
     for option, value in counts.items():
         check_count(value, option)
@@ -124,7 +120,7 @@ def bench_learners(
     data.setup()
     console = make_console()
     result: dict[str, Any] = {}
-    for seed in chosen_seeds:
+    for seed in tried:
         for key in keys:
             wanted = {"method": key, "seed": seed}
             if not any(run.items() >= wanted.items() for run in runs):
@@ -147,7 +143,7 @@ def bench_learners(
     return result
 
 
-class _Classifier(LightningModule):
+class SentenceClassifier(LightningModule):
     """Fine-tunes a whole BERT, as anybody would write it."""
 
     def __init__(self, model: str, lr: float) -> None:
@@ -159,10 +155,12 @@ class _Classifier(LightningModule):
         self.lr = lr
 
     def training_step(self, batch: Mapping[str, Tensor], batch_idx: int) -> Tensor:
+        """Return the loss of the model."""
         loss: Tensor = self.model(**batch).loss
         return loss
 
     def configure_optimizers(self) -> Any:
+        """Return AdamW with a one-cycle rate."""
         optimizer = torch.optim.AdamW(self.parameters(), lr=self.lr, weight_decay=0.01)
         steps = max(2, int(self.trainer.estimated_stepping_batches))
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=self.lr, total_steps=steps, pct_start=0.1)
@@ -190,12 +188,12 @@ class _Look(Callback):
         self.trained.append(sum(p.numel() for p in pl_module.parameters() if p.requires_grad))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        assert isinstance(pl_module, _Classifier)
+        assert isinstance(pl_module, SentenceClassifier)
         self.logits = pl_module.logits(self.loader)[0]
 
 
 def _run(tuning: LearnerTuning | None, lr: float, folder: str, data: VADERDataModule, epochs: int) -> dict[str, Any]:
-    module = _Classifier(folder, lr)
+    module = SentenceClassifier(folder, lr)
     loaders = data.test_dataloader()
     look = _Look(loaders[0])
     trainer = Trainer(
@@ -226,21 +224,13 @@ def _run(tuning: LearnerTuning | None, lr: float, folder: str, data: VADERDataMo
     }
 
 
-def _spread(values: list[float]) -> dict[str, float]:
-    return {"mean": fmean(values), "min": min(values), "max": max(values)}
-
-
 def _rows(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     rows = []
-    for key, method in _METHODS.items():
-        own = [run for run in runs if run["method"] == key]
-        if own:
-            row: dict[str, Any] = {"method": key, "name": method.name, "seeds": sorted(run["seed"] for run in own)}
-            row |= {name: own[0][name] for name in ("parameters", "trained_first", "trained_last")}
-            for name in ("accuracy", "train_cpu_seconds", "merge_changes_logits_by"):
-                row[name] = _spread([run[name] for run in own])
-            row["worst_domain"] = _spread([min(run["domains"].values()) for run in own])
-            rows.append(row)
+    figures = ("accuracy", "train_cpu_seconds", "merge_changes_logits_by")
+    for row, own in rows_over_seeds(runs, {key: method.name for key, method in _METHODS.items()}, figures):
+        row |= {name: own[0][name] for name in ("parameters", "trained_first", "trained_last")}
+        row["worst_domain"] = spread([min(run["domains"].values()) for run in own])
+        rows.append(row)
     return rows
 
 
@@ -251,7 +241,7 @@ def _verdict(runs: list[dict[str, Any]]) -> dict[str, Any] | None:
     if not shared:
         return None
     gains = [accuracy["primed", seed] - accuracy["learners", seed] for seed in shared]
-    return {"seeds": shared, "gain_by_priming": _spread(gains), "holds": fmean(gains) > 0}
+    return {"seeds": shared, "gain_by_priming": spread(gains), "holds": fmean(gains) > 0}
 
 
 def _print(console: Console, result: Mapping[str, Any]) -> None:
@@ -262,11 +252,10 @@ def _print(console: Console, result: Mapping[str, Any]) -> None:
     for heading in ("accuracy (min-max)", "worst domain", "trained", "of all", "while priming", "cpu s", "seeds"):
         table.add_column(heading, justify="right")
     for row in result["rows"]:
-        accuracy = row["accuracy"]
         primed = row["trained_first"] != row["trained_last"]
         table.add_row(
             row["name"],
-            f"{accuracy['mean']:.3f} ({accuracy['min']:.3f}-{accuracy['max']:.3f})",
+            shown(row["accuracy"]),
             f"{row['worst_domain']['mean']:.3f}",
             f"{row['trained_last']:,}",
             f"{100 * row['trained_last'] / row['parameters']:.1f} %",

@@ -6,7 +6,6 @@ import copy
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from statistics import fmean
 from typing import Any
 
 import torch
@@ -20,10 +19,10 @@ from robustdist.attacks import PGD
 from robustdist.bench.machine import describe_machine
 from robustdist.bench.models import ResidualNet
 from robustdist.bench.output import check_out, finished_runs, make_console, write_json
+from robustdist.bench.seeds import chosen_keys, chosen_seeds, rows_over_seeds, shown
 from robustdist.bench.small_training import SmallClassifier, judge, quiet
 from robustdist.callbacks import AdversarialTraining, StructuredPruning
 from robustdist.data import DigitsDataModule
-from robustdist.errors import UsageError
 from robustdist.types import check_count
 
 __all__ = ["bench_prune_accuracy"]
@@ -85,10 +84,8 @@ def bench_prune_accuracy(
     Raises:
         UsageError: If an argument is out of range, or ``out`` holds something else.
     """
-    keys = list(dict.fromkeys(_METHODS if methods is None else methods))
-    unknown = [key for key in keys if key not in _METHODS]
-    if unknown or not keys:
-        raise UsageError(f"methods={unknown} are unknown: choose some of {', '.join(_METHODS)}")
+    tried = chosen_seeds(seeds)
+    keys = chosen_keys(methods, _METHODS, list(_METHODS))
     counts = {"epochs": epochs, "tuning_epochs": tuning_epochs, "threads": threads}
     for option, value in counts.items():
         check_count(value, option)
@@ -99,7 +96,7 @@ def bench_prune_accuracy(
     data.setup()
     console = make_console()
     result: dict[str, Any] = {}
-    for seed in list(dict.fromkeys((0, 1, 2) if seeds is None else seeds)):
+    for seed in tried:
         todo = [key for key in keys if not any((run["method"], run["seed"]) == (key, seed) for run in runs)]
         with quiet(threads, seed):
             dense = _dense(data, epochs, seed) if todo else None
@@ -173,16 +170,8 @@ def _params(module: nn.Module) -> int:
 
 
 def _rows(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    rows = []
-    for key, method in _METHODS.items():
-        own = [run for run in runs if run["method"] == key]
-        if own:
-            row: dict[str, Any] = {"method": key, "name": method.name, "seeds": sorted(run["seed"] for run in own)}
-            for name in ("clean_acc", "pgd20_acc", "params", "cpu_seconds"):
-                values = [run[name] for run in own]
-                row[name] = {"mean": fmean(values), "min": min(values), "max": max(values)}
-            rows.append(row)
-    return rows
+    figures = ("clean_acc", "pgd20_acc", "params", "cpu_seconds")
+    return [row for row, _ in rows_over_seeds(runs, {key: method.name for key, method in _METHODS.items()}, figures)]
 
 
 def _in_words(run: Mapping[str, Any]) -> str:
@@ -198,7 +187,8 @@ def _print(console: Console, result: Mapping[str, Any]) -> None:
         table.add_row(
             row["name"],
             f"{row['params']['mean']:,.0f}",
-            *(f"{row[k]['mean']:.3f} ({row[k]['min']:.3f}-{row[k]['max']:.3f})" for k in ("clean_acc", "pgd20_acc")),
+            shown(row["clean_acc"]),
+            shown(row["pgd20_acc"]),
             f"{row['cpu_seconds']['mean']:.0f}",
         )
     console.print(table)

@@ -16,13 +16,14 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
-from robustdist._lightning import Callback, LightningModule, Trainer
+from robustdist._lightning import Callback, Trainer
+from robustdist.bench.learners import SentenceClassifier
 from robustdist.bench.machine import describe_machine, installed_version
 from robustdist.bench.output import check_out, finished_runs, make_console, write_json
+from robustdist.bench.seeds import chosen_keys, chosen_seeds, rows_over_seeds, shown
 from robustdist.bench.text import minilm_folder, quiet
 from robustdist.callbacks import DomainReweighting, StructuredPruning
 from robustdist.data import VADERDataModule
-from robustdist.errors import UsageError
 from robustdist.types import check_count
 
 __all__ = ["bench_prune_text"]
@@ -95,10 +96,8 @@ def bench_prune_text(
     Raises:
         UsageError: If an argument is out of range, model or sentences are not there, or ``out`` holds something else.
     """
-    keys = list(dict.fromkeys(("dense", "taylor", "dro") if methods is None else methods))
-    unknown = [key for key in keys if key not in _METHODS]
-    if unknown or not keys:
-        raise UsageError(f"methods={unknown} are unknown: choose some of {', '.join(_METHODS)}")
+    tried = chosen_seeds(seeds)
+    keys = chosen_keys(methods, _METHODS, ("dense", "taylor", "dro"))
     counts = {"dense_epochs": dense_epochs, "epochs": epochs, "threads": threads}
     for option, value in counts.items():
         check_count(value, option)
@@ -118,10 +117,10 @@ def bench_prune_text(
     data.setup()
     console = make_console()
     result: dict[str, Any] = {}
-    for seed in list(dict.fromkeys((0, 1, 2) if seeds is None else seeds)):
+    for seed in tried:
         todo = [key for key in keys if not any((run["method"], run["seed"]) == (key, seed) for run in runs)]
         with quiet(threads, seed):
-            dense = _Classifier(folder, _DENSE_LR) if todo else None
+            dense = _Validated(folder, _DENSE_LR) if todo else None
             if dense is not None:
                 _trainer([], dense_epochs).fit(dense, train_dataloaders=data.train_dataloader())
             for key in todo:
@@ -137,29 +136,11 @@ def bench_prune_text(
     return result
 
 
-class _Classifier(LightningModule):
-    """Fine-tunes a whole BERT, as anybody would write it."""
-
-    def __init__(self, model: str, lr: float) -> None:
-        super().__init__()
-        from transformers import AutoModelForSequenceClassification
-
-        self.model = AutoModelForSequenceClassification.from_pretrained(model, num_labels=2)
-        self.model.train()
-        self.lr = lr
-
-    def training_step(self, batch: Mapping[str, Tensor], batch_idx: int) -> Tensor:
-        loss: Tensor = self.model(**batch).loss
-        return loss
+class _Validated(SentenceClassifier):
+    """Logs a loss per domain, for the mix of domains."""
 
     def validation_step(self, batch: Mapping[str, Tensor], batch_idx: int, dataloader_idx: int = 0) -> None:
         self.log("val_loss", self.model(**batch).loss, batch_size=len(batch["labels"]))
-
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW(self.parameters(), lr=self.lr, weight_decay=0.01)
-        steps = int(self.trainer.estimated_stepping_batches)
-        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=self.lr, total_steps=steps, pct_start=0.1)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
 def _trainer(callbacks: list[Callback], epochs: int, **options: Any) -> Trainer:
@@ -179,12 +160,11 @@ def _trainer(callbacks: list[Callback], epochs: int, **options: Any) -> Trainer:
 
 
 def _run(
-    method: _Method, dense: LightningModule, data: VADERDataModule, settings: Mapping[str, Any], seed: int
+    method: _Method, dense: SentenceClassifier, data: VADERDataModule, settings: Mapping[str, Any], seed: int
 ) -> dict[str, Any]:
     module = copy.deepcopy(dense)
     callbacks: list[Callback] = []
     if method.pruning is not None:
-        assert isinstance(module, _Classifier)
         module.lr = _LR
         callbacks.append(
             StructuredPruning(
@@ -225,27 +205,17 @@ def _run(
     }
 
 
-@torch.no_grad()
-def _accuracies(module: Any, data: VADERDataModule) -> dict[str, float]:
-    module.eval()
-    accuracies: dict[str, float] = {}
-    for domain, loader in zip(data.domains, data.test_dataloader(), strict=True):
-        right = [(module.model(**batch).logits.argmax(1) == batch["labels"]).float() for batch in loader]
-        accuracies[domain] = float(torch.cat(right).mean())
-    return accuracies
+def _accuracies(module: SentenceClassifier, data: VADERDataModule) -> dict[str, float]:
+    judged = {str(d): module.logits(loader) for d, loader in zip(data.domains, data.test_dataloader(), strict=True)}
+    return {domain: float((logits.argmax(1) == labels).float().mean()) for domain, (logits, labels) in judged.items()}
 
 
 def _result(settings: Mapping[str, Any], runs: list[dict[str, Any]]) -> dict[str, Any]:
     rows = []
-    for key, method in _METHODS.items():
-        own = [run for run in runs if run["method"] == key]
-        if own:
-            row: dict[str, Any] = {"method": key, "name": method.name, "seeds": sorted(run["seed"] for run in own)}
-            for name in ("accuracy", "worst", "encoder_params", "train_cpu_seconds"):
-                values = [run[name] for run in own]
-                row[name] = {"mean": fmean(values), "min": min(values), "max": max(values)}
-            row["domains"] = {domain: fmean(run["domains"][domain] for run in own) for domain in own[0]["domains"]}
-            rows.append(row)
+    figures = ("accuracy", "worst", "encoder_params", "train_cpu_seconds")
+    for row, own in rows_over_seeds(runs, {key: method.name for key, method in _METHODS.items()}, figures):
+        row["domains"] = {domain: fmean(run["domains"][domain] for run in own) for domain in own[0]["domains"]}
+        rows.append(row)
     return {
         "benchmark": "prune_text",
         "settings": dict(settings),
@@ -269,7 +239,8 @@ def _print(console: Console, result: Mapping[str, Any]) -> None:
         table.add_row(
             row["name"],
             *(f"{value:.3f}" for value in row["domains"].values()),
-            *(f"{row[k]['mean']:.3f} ({row[k]['min']:.3f}-{row[k]['max']:.3f})" for k in ("accuracy", "worst")),
+            shown(row["accuracy"]),
+            shown(row["worst"]),
             f"{row['encoder_params']['mean']:,.0f}",
             f"{row['train_cpu_seconds']['mean']:.0f}",
         )

@@ -22,6 +22,7 @@ from robustdist._lightning import PACKAGE, Callback, LightningModule, Trainer
 from robustdist.attacks import Embeddings, LinearRamp, TokenPGD
 from robustdist.bench.machine import describe_machine, installed_version
 from robustdist.bench.output import check_out, finished_runs, make_console, write_json
+from robustdist.bench.seeds import chosen_keys, chosen_seeds, rows_over_seeds, shown, spread
 from robustdist.callbacks import AdversarialTraining, RobustEvaluation
 from robustdist.core.guard import forked_rng
 from robustdist.data import VADERDataModule
@@ -104,13 +105,8 @@ def bench_text(
     Raises:
         UsageError: If an argument is out of range, model or sentences are not there, or ``out`` holds something else.
     """
-    keys = list(dict.fromkeys(("standard", "dat") if methods is None else methods))
-    unknown = [key for key in keys if key not in _METHODS]
-    if unknown or not keys:
-        raise UsageError(f"methods={unknown} are unknown: choose some of {', '.join(_METHODS)}")
-    chosen_seeds = list(dict.fromkeys((0, 1, 2) if seeds is None else seeds))
-    if not chosen_seeds:
-        raise UsageError("seeds is empty: give at least one, for example 0")
+    tried = chosen_seeds(seeds)
+    keys = chosen_keys(methods, _METHODS, ("standard", "dat"))
     counts = {"steps": steps, "epochs": epochs, "trained_layers": trained_layers, "threads": threads}
     for option, value in counts.items():
         check_count(value, option)
@@ -135,7 +131,7 @@ def bench_text(
     data.setup()
     console = make_console()
     result: dict[str, Any] = {}
-    for seed in chosen_seeds:
+    for seed in tried:
         for key in keys:
             method = _METHODS[key]
             wanted = {"method": key, "seed": seed, "training": method.training(radius, steps)}
@@ -275,22 +271,13 @@ def _trainer(callbacks: list[Callback], epochs: int = 1) -> Trainer:
     )
 
 
-def _spread(values: list[float]) -> dict[str, float]:
-    return {"mean": fmean(values), "min": min(values), "max": max(values)}
-
-
 def _rows(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     rows = []
-    for key, method in _METHODS.items():
-        own = [run for run in runs if run["method"] == key]
-        if not own:
-            continue
-        row: dict[str, Any] = {"method": key, "name": method.name, "seeds": sorted(run["seed"] for run in own)}
-        for name in ("clean_acc", "robust_acc", "worst_clean_acc", "worst_robust_acc", "train_cpu_seconds"):
-            row[name] = _spread([run[name] for run in own])
+    figures = ("clean_acc", "robust_acc", "worst_clean_acc", "worst_robust_acc", "train_cpu_seconds")
+    for row, own in rows_over_seeds(runs, {key: method.name for key, method in _METHODS.items()}, figures):
         row["domains"] = {
             domain: {
-                name: _spread([run["domains"][domain][name] for run in own]) for name in ("clean_acc", "robust_acc")
+                name: spread([run["domains"][domain][name] for run in own]) for name in ("clean_acc", "robust_acc")
             }
             for domain in own[0]["domains"]
         }
@@ -313,7 +300,7 @@ def _verdict(runs: list[dict[str, Any]]) -> dict[str, Any] | None:
     return {
         "seeds": [standard["seed"] for standard, _ in pairs],
         "clean_loss": clean_loss,
-        "worst_domain_gain": _spread(gains),
+        "worst_domain_gain": spread(gains),
         "max_clean_loss": _MAX_CLEAN_LOSS,
         "holds": clean_loss <= _MAX_CLEAN_LOSS and fmean(gains) > 0,
     }
@@ -335,12 +322,11 @@ def _print(console: Console, result: Mapping[str, Any]) -> None:
     for heading in (*domains, "all", "worst domain\nunder attack (min-max)", "cpu s"):
         table.add_column(heading, justify="right")
     for row in result["rows"]:
-        worst = row["worst_robust_acc"]
         cells = [*(row["domains"][domain] for domain in domains), row]
         table.add_row(
             row["name"],
             *(f"{cell['clean_acc']['mean']:.3f} / {cell['robust_acc']['mean']:.3f}" for cell in cells),
-            f"{worst['mean']:.3f} ({worst['min']:.3f}-{worst['max']:.3f})",
+            shown(row["worst_robust_acc"]),
             f"{row['train_cpu_seconds']['mean']:.0f}",
         )
     console.print(table)

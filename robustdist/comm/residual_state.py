@@ -15,7 +15,16 @@ from robustdist.comm.low_rank import PowerSGD
 from robustdist.core.ranks import gathered
 from robustdist.errors import UsageError
 
-__all__ = ["RESIDUALS", "Change", "Residuals", "check_residuals", "load_residuals", "map_residuals", "save_residuals"]
+__all__ = [
+    "RESIDUALS",
+    "Change",
+    "Residuals",
+    "Shapes",
+    "check_residuals",
+    "load_residuals",
+    "map_residuals",
+    "save_residuals",
+]
 
 _CPU = torch.device("cpu")
 

@@ -10,13 +10,13 @@ import torch
 from robustdist._lightning import LightningModule, rank_zero_warn
 from robustdist.comm import Identity
 from robustdist.comm.engine import CommEngine
-from robustdist.comm.residual_state import Residuals, load_residuals, save_residuals
+from robustdist.comm.residual_state import Change, Residuals, Shapes, load_residuals, map_residuals, save_residuals
 from robustdist.errors import RobustDistWarning
 from robustdist.strategies.bit_control import BitControl
 from robustdist.strategies.bucket_router import BucketRouter
 from robustdist.strategies.momentum_sync import MomentumSync
 
-__all__ = ["KEY", "communication_state", "restore_communication"]
+__all__ = ["KEY", "change_communication", "communication_state", "restore_communication"]
 
 #: Where it is in the checkpoint.
 KEY = "robustdist.communication"
@@ -69,3 +69,11 @@ def restore_communication(
     # DDP begins with a single bucket and cuts it after the first step. A resumed run has to begin with the cut one, or
     # chunks and draws of its first step would be others than in an uninterrupted run.
     return BucketRouter([tuple(names) for names in state["buckets"]], join=state["grouped"])
+
+
+def change_communication(
+    change: Change, engine: CommEngine, momenta: MomentumSync | None, shapes: Shapes, *, device: torch.device
+) -> Shapes:
+    """Map all that is kept per parameter through ``change``; return the shapes that became others. A collective."""
+    changed = map_residuals(engine, change, shapes, device=device)
+    return changed if momenta is None else changed | momenta.map_residuals(change, shapes, device)

@@ -21,12 +21,12 @@ from robustdist.comm.controller import BitController
 from robustdist.comm.cost import Collective, dense_bytes
 from robustdist.comm.engine import CommEngine
 from robustdist.comm.grouping import Group
-from robustdist.comm.residual_state import Change, Residuals, check_residuals, map_residuals
+from robustdist.comm.residual_state import Change, Residuals, check_residuals
 from robustdist.errors import UsageError
 from robustdist.strategies.auto_codec import given_codec, measured_codec, num_gradients, plain_stats
 from robustdist.strategies.bit_control import BitControl
 from robustdist.strategies.bucket_router import BucketRouter
-from robustdist.strategies.comm_checkpoint import KEY, communication_state, restore_communication
+from robustdist.strategies.comm_checkpoint import KEY, change_communication, communication_state, restore_communication
 from robustdist.strategies.comm_hook import GradBucket, make_hook
 from robustdist.strategies.group_planner import GroupPlanner, start_groups
 from robustdist.strategies.launchers import FollowsStructure
@@ -413,10 +413,9 @@ class CompressedDDPStrategy(FollowsStructure):
                 or None to forget the parameter. It must do the same on all processes.
         """
         if self.engine is not None:
-            new = map_residuals(self.engine, change, self._shapes, device=self.root_device)
-            if self._momenta is not None:
-                new |= self._momenta.map_residuals(change, self._shapes, self.root_device)
-            self._shapes |= new
+            self._shapes |= change_communication(
+                change, self.engine, self._momenta, self._shapes, device=self.root_device
+            )
 
     # --- figures
 
