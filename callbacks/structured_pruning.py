@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -218,7 +219,9 @@ class StructuredPruning(Callback):
             trial = {group.name: torch.zeros(group.size) for group in groups}
             if self.criterion is not None and not self.criterion.needs_gradients:
                 trial = {group.name: self.criterion.score(group, self._tensors) for group in groups}
-            self._select(trial, 1.0, groups)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", RobustDistWarning)  # of sizes that other scores come closer to
+                self._select(trial, 1.0, groups)
             self.groups = groups
             check_optimizers_can_follow(trainer)
             if self.criterion is None:

@@ -408,6 +408,24 @@ def test_another_target_in_a_resumed_training_is_told(tmp_path):
         fitted(tmp_path, [pruning(target={"width": 0.25})], ckpt_path=tmp_path / "small.ckpt")
 
 
+def test_no_warning_of_a_size_that_is_only_tried(tmp_path):
+    """Before there are scores, whether the target can be reached is tried with none; the fit comes closer to it."""
+    pl.seed_everything(0)
+    module = Module()
+    module.net = torch.nn.Sequential(
+        torch.nn.Conv2d(1, 32, 3, padding=1),
+        torch.nn.ReLU(),
+        torch.nn.Conv2d(32, 64, 3, stride=2, padding=1),
+        torch.nn.ReLU(),
+        torch.nn.Flatten(),
+        torch.nn.Linear(576, 4),
+    )
+    dense = size(module)
+    callback = pruning(target={"macs": 0.5}, round_to=8, schedule={"start": 0.2})
+    trainer_of(tmp_path, [callback], max_epochs=1).fit(module, loader(32))  # warnings of ours are errors here
+    assert size(module) < dense
+
+
 def test_lbfgs_is_refused(tmp_path):
     class Other(Module):
         def configure_optimizers(self):
