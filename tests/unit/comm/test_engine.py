@@ -1,16 +1,14 @@
-"""Collectives and the engine between real processes."""
+"""The engine: means, residuals, failures, counters."""
 
 from __future__ import annotations
 
-import functools
-import importlib
 import math
 import time
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from robustdist import UsageError
 from robustdist.comm import (
@@ -29,19 +27,22 @@ from robustdist.comm import (
     TernGrad,
     TopK,
 )
-from robustdist.comm.collectives import Chunked, Gather, Key, Native, chunks, run_pipelined
-from robustdist.comm.cost import choose, dense_bytes, segment_length, sent_bytes
-from robustdist.comm.ends import Whole
+from robustdist.comm.cost import dense_bytes, sent_bytes
 from robustdist.comm.engine import CommEngine
 from robustdist.core.testing import run_ranks
 
 pytestmark = pytest.mark.slow
 
+
 CODECS = [
     FP16(), BF16(), FP8(), Int8(), QSGD(4), QSGD(3), TernGrad(), Sign(), Natural(), TopK(0.05), RandomK(0.1), DGC(0.05),
     EF21(Int8()), EF21(TopK(0.1)),
 ]  # fmt: skip
+
+
 SHAPES = {"a": (70, 50), "bias": (50,), "b": (1025,), "c": (3, 5, 211), "scalar": (), "d": (2003,)}
+
+
 NUMEL = sum(math.prod(shape) for shape in SHAPES.values())
 
 
@@ -60,95 +61,6 @@ def reduce(engine: CommEngine, rank: int, step: int, shapes: dict[str, tuple[int
 
 def exact(world_size: int, step: int) -> Tensor:
     return sum(gradients(rank, step)[1].double() for rank in range(world_size)) / world_size
-
-
-# --- collectives
-
-
-def exchange_all(rank: int, world_size: int) -> list[tuple[str, bool, float, int]]:
-    """All codecs through all collectives: digest, agreement of ``sent`` with the codec, error, bytes."""
-    group = dist.group.WORLD
-    results = []
-    for codec in (Identity(), Int8(), QSGD(4), Sign(), TopK(0.2), RandomK(0.5)):
-        for kind, size in ((Chunked, 5000), (Chunked, 700), (Chunked, 1), (Gather, 5000), (Native, 5000)):
-            if kind is Native and not codec.linear:
-                continue
-            xs = [torch.randn(size, generator=torch.Generator().manual_seed(r)) for r in range(world_size)]
-            x, out, sent = xs[rank].clone(), torch.full((size,), 7.0), torch.full((size,), 7.0)
-            exchange = kind(Whole(x, out, sent), 0, size, codec, group, Key(3, "k"))
-            bytes_sent = run_pipelined([exchange])
-            assert exchange.error is None
-            assert torch.equal(x, xs[rank]), "the input is left alone"
-            mean = sum(xs) / world_size
-            error = float((out - mean).norm() / mean.norm())
-            close = float((sent - x).norm() / x.norm())
-            results.append((f"{codec!r} {kind.__name__} {size}", out, error, close, bytes_sent))
-    return results
-
-
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_every_exchange_ends_alike_on_all_ranks(world_size):
-    ranks = run_ranks(lambda rank: exchange_all(rank, world_size), world_size)
-    for rows in zip(*ranks, strict=True):
-        name, out, error, *_ = rows[0]
-        assert all(torch.equal(row[1], out) for row in rows), name
-        bound = {"Iden": 1e-6, "Int8": 0.03, "QSGD": 0.6, "Sign": 1.0, "TopK": 0.8, "Rand": 2.0}[name[:4]]
-        assert error <= bound, name
-        assert all(row[3] <= bound for row in rows), name
-        codec = eval(name.split(") ")[0] + ")")
-        kind, size = name.split()[-2:]
-        expected = sent_bytes(codec, int(size), world_size, kind.lower())
-        mean_bytes = sum(row[4] for row in rows) / world_size
-        assert mean_bytes == pytest.approx(expected, abs=9), name
-
-
-def test_chunks_cover_everything_once_at_blocks():
-    for numel in (0, 1, 511, 512, 513, 5000, 10_240):
-        for world_size in (1, 2, 3, 4, 7):
-            ranges = chunks(numel, world_size, 512)
-            assert len(ranges) == world_size
-            assert [begin for begin, _ in ranges][1:] == [end for _, end in ranges][:-1]
-            assert (ranges[0][0], ranges[-1][1]) == (0, numel)
-            assert all(begin % 512 == 0 or begin == numel for begin, _ in ranges)
-
-
-@pytest.mark.parametrize("codec", [Int8(), QSGD(4), Sign(), TopK(0.01), TopK(0.0001), BF16(), RandomK(0.01)], ids=repr)
-@pytest.mark.parametrize("world_size", [2, 4, 8])
-def test_a_segment_is_the_shortest_that_makes_long_messages(codec, world_size):
-    length = segment_length(codec, world_size)
-
-    def message(numel: int) -> int:
-        parts = 1 if choose(codec, numel, world_size) == "gather" else world_size
-        return codec.payload_bytes(numel) // parts
-
-    assert length % 2**18 == 0
-    assert message(length) >= 2**15 or length == 2**22
-    assert message(length // 2) < 2**15 or length == 2**18
-
-
-def test_the_choice_of_a_collective():
-    million = 10**6
-    assert [choose(Int8(), million, n) for n in (2, 3, 4)] == ["gather", "chunked", "chunked"]
-    assert choose(TopK(), million, 4) == choose(DGC(), million, 4) == choose(EF21(), million, 4) == "gather"
-    assert choose(RandomK(), million, 4) == choose(Identity(), million, 2) == "native"
-    assert choose(Int8(), million, 2, "chunked") == "chunked"
-    with pytest.raises(UsageError, match="collective='native' adds payloads"):
-        choose(Int8(), 1, 2, "native")
-    with pytest.raises(UsageError, match="collective='ring' must be one of"):
-        choose(Int8(), 1, 2, "ring")
-
-
-@pytest.mark.parametrize("codec", [Int8(), QSGD(4), Sign()], ids=repr)
-def test_chunks_send_within_a_hundredth_of_the_floor(codec):
-    numel = 25_000_000
-    for world_size in (2, 3, 4):
-        floor = 2 * (world_size - 1) / world_size * codec.payload_bytes(numel)
-        assert floor <= sent_bytes(codec, numel, world_size, "chunked") + 8 <= 1.01 * floor
-        one_sided = sent_bytes(codec, numel, world_size, "chunked", sides=1)
-        assert one_sided == pytest.approx(floor / 2 + dense_bytes(numel, world_size) / 2, rel=0.01)
-
-
-# --- the engine
 
 
 def run_engine(rank: int, codec: Compressor, steps: int, **options: object) -> tuple[list[Tensor], dict[str, float]]:
@@ -425,61 +337,3 @@ def test_many_small_buckets_with_sleepy_ranks_do_not_hang():
 
     first, *others = run_ranks(run, 3)
     assert others == [first] * 2
-
-
-# --- inside DDP
-
-
-@pytest.fixture(scope="module")
-def ddp_imported() -> None:
-    """Import once what DDP imports when it is made, and not in every process."""
-    importlib.import_module("torch._dynamo")
-
-
-def train(rank: int, codec: Compressor | None, steps: int = 12, **options: object) -> tuple[Tensor, int]:
-    """A small network under DDP with small buckets; the weights at the end and the calls of the hook."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(20, 130), nn.ReLU(), nn.Linear(130, 90), nn.ReLU(), nn.Linear(90, 3))
-    ddp = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=0.02)
-    engine = None
-    step = 0
-    if codec is not None:
-        engine = CommEngine(codec, segment=4096, collective="auto", **options)
-        names = {id(parameter): name for name, parameter in model.named_parameters()}
-
-        def hook(state, bucket):  # DDP compares annotations, and these would be strings
-            grads = {names[id(p)]: g for p, g in zip(bucket.parameters(), bucket.gradients(), strict=True)}
-            return engine.submit(grads, bucket.buffer(), step=step)
-
-        ddp.register_comm_hook(None, hook)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    generator = torch.Generator().manual_seed(rank)
-    for step in range(steps):  # noqa: B007  # the hook reads it
-        with ddp.no_sync():  # accumulation: the second backward hands over the sum
-            ddp(torch.randn(8, 20, generator=generator)).square().mean().backward()
-        ddp(torch.randn(8, 20, generator=generator)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        if engine is not None:
-            engine.commit()
-    calls = 0
-    if engine is not None:
-        calls = int(engine.comm_stats()["calls"])
-        engine.close()
-    return nn.utils.parameters_to_vector(model.parameters()).detach(), calls
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_identity_under_ddp_is_ddp_bit_for_bit(ddp_imported, world_size):
-    plain = run_ranks(functools.partial(train, codec=None), world_size)
-    through = run_ranks(functools.partial(train, codec=Identity()), world_size)
-    assert torch.equal(plain[0][0], through[0][0])
-    assert through[0][1] > 12, "several buckets"
-
-
-@pytest.mark.parametrize("codec", [QSGD(4), Sign(), TopK(0.1), EF21(Int8())], ids=repr)
-def test_replicas_under_ddp_stay_the_same(ddp_imported, codec):
-    (first, calls), *others = run_ranks(functools.partial(train, codec=codec), 3)
-    assert all(torch.equal(first, weights) for weights, _ in others)
-    assert first.isfinite().all()
-    assert calls > 12
