@@ -19,13 +19,13 @@ from robustdist._lightning import Callback, LightningModule, Trainer
 from robustdist.bench.machine import describe_machine, installed_version
 from robustdist.bench.output import check_out, finished_runs, make_console, write_json
 from robustdist.bench.seeds import chosen_keys, chosen_seeds, rows_over_seeds, shown, spread
-from robustdist.bench.text import minilm_folder, quiet
+from robustdist.bench.sentences import SentenceClassifier, minilm_folder, quiet
 from robustdist.callbacks import LearnerTuning
 from robustdist.data import VADERDataModule
 from robustdist.errors import UsageError
 from robustdist.types import check_count
 
-__all__ = ["SentenceClassifier", "bench_learners"]
+__all__ = ["bench_learners"]
 
 _BATCH_SIZE = 32
 
@@ -141,39 +141,6 @@ def bench_learners(
                 write_json(path, result)
     _print(console, result)
     return result
-
-
-class SentenceClassifier(LightningModule):
-    """Fine-tunes a whole BERT, as anybody would write it."""
-
-    def __init__(self, model: str, lr: float) -> None:
-        super().__init__()
-        from transformers import AutoModelForSequenceClassification
-
-        self.model = AutoModelForSequenceClassification.from_pretrained(model, num_labels=2)
-        self.model.train()
-        self.lr = lr
-
-    def training_step(self, batch: Mapping[str, Tensor], batch_idx: int) -> Tensor:
-        """Return the loss of the model."""
-        loss: Tensor = self.model(**batch).loss
-        return loss
-
-    def configure_optimizers(self) -> Any:
-        """Return AdamW with a one-cycle rate."""
-        optimizer = torch.optim.AdamW(self.parameters(), lr=self.lr, weight_decay=0.01)
-        steps = max(2, int(self.trainer.estimated_stepping_batches))
-        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=self.lr, total_steps=steps, pct_start=0.1)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
-
-    @torch.no_grad()
-    def logits(self, loader: Any) -> tuple[Tensor, Tensor]:
-        """Return logits and labels of a whole loader, in eval mode."""
-        self.model.eval()
-        batches = [(self.model(**batch).logits.float(), batch["labels"]) for batch in loader]
-        self.model.train()
-        logits, labels = zip(*batches, strict=True)
-        return torch.cat(logits), torch.cat(labels)
 
 
 class _Look(Callback):

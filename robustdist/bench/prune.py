@@ -17,8 +17,8 @@ from robustdist.bench.machine import describe_machine, installed_version
 from robustdist.bench.measure import Timing, interleave, ratios, spread
 from robustdist.bench.output import check_out, make_console, write_json
 from robustdist.bench.prune_rows import MAKERS, Case, Variant
+from robustdist.bench.sentences import minilm_folder
 from robustdist.bench.small_training import quiet
-from robustdist.bench.text import minilm_folder
 from robustdist.errors import UsageError
 from robustdist.pruning.cost import CostModel
 from robustdist.pruning.example import with_rows

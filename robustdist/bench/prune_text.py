@@ -17,11 +17,10 @@ from rich.text import Text
 from torch import Tensor
 
 from robustdist._lightning import Callback, Trainer
-from robustdist.bench.learners import SentenceClassifier
 from robustdist.bench.machine import describe_machine, installed_version
 from robustdist.bench.output import check_out, finished_runs, make_console, write_json
 from robustdist.bench.seeds import chosen_keys, chosen_seeds, rows_over_seeds, shown
-from robustdist.bench.text import minilm_folder, quiet
+from robustdist.bench.sentences import SentenceClassifier, minilm_folder, quiet
 from robustdist.callbacks import DomainReweighting, StructuredPruning
 from robustdist.data import VADERDataModule
 from robustdist.types import check_count

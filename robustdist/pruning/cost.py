@@ -15,11 +15,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from robustdist.core.guard import module_mode
 from robustdist.pruning.groups import UnitGroup
 from robustdist.pruning.importance import named_tensors
+from robustdist.pruning.layers import DIRECT, TRANSPOSED
 
 __all__ = ["Cost", "CostModel", "keep_values"]
-
-_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
-_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
 @dataclass(frozen=True)
@@ -229,10 +227,10 @@ def _uses(
     part: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any], output: Any
 ) -> Iterator[tuple[Tensor, float]]:
     """Weights that ``part`` has just applied itself, and to how many positions."""
-    if isinstance(part, (*_CONVOLUTIONS, nn.Linear)):
+    if isinstance(part, (*DIRECT, nn.Linear)):
         channels = part.out_features if isinstance(part, nn.Linear) else part.out_channels
         yield part.weight, output.numel() / channels
-    elif isinstance(part, _TRANSPOSED):
+    elif isinstance(part, TRANSPOSED):
         yield part.weight, inputs[0].numel() / part.in_channels
     elif isinstance(part, nn.MultiheadAttention):
         query, key, value = [

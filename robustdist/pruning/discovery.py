@@ -12,6 +12,7 @@ from robustdist.errors import UsageError
 from robustdist.pruning.example import tensors_in
 from robustdist.pruning.groups import Kind, UnitGroup
 from robustdist.pruning.hidden import norms_over_survivors
+from robustdist.pruning.layers import DIRECT
 from robustdist.pruning.masks import mask_units
 from robustdist.pruning.recipe import compile_recipe
 from robustdist.pruning.spare import call, spare_copy, undisturbed
@@ -52,7 +53,7 @@ def discover(
     """
     notes: dict[str, str] = {} if refused is None else refused
     groups = transformer_groups(module, kinds=kinds, refused=notes)
-    convolutions = sum(isinstance(layer, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) for layer in module.modules())
+    convolutions = sum(isinstance(layer, DIRECT) for layer in module.modules())
     if "channels" in kinds and (not groups or convolutions > 1):  # one alone cuts an image into patches
         claimed = {member.tensor for group in groups for member in group.members}
         traced = [group for group in traced_groups(module, example, forward=forward) if group.kind in kinds]

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from robustdist.errors import UsageError
 from robustdist.pruning.groups import Member, UnitGroup
 from robustdist.pruning.importance import Criterion, Magnitude, distinct, named_tensors
+from robustdist.pruning.layers import DIRECT
 
 __all__ = ["Gates", "LearnedScores", "fold"]
 
@@ -174,7 +175,7 @@ def _gate(gates: Gates, group: UnitGroup, member: Member, part: nn.Module, name:
                 f"group {group.name} is read by {member.tensor}, one of three weights of nn.MultiheadAttention: put "
                 "the group into ignore"
             )
-    repeats = part.groups if isinstance(part, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) and member.dim == 1 else 1
+    repeats = part.groups if isinstance(part, DIRECT) and member.dim == 1 else 1
     # channels stand before the positions of a convolution, and last elsewhere
     return _Gate(gates, group, member.units.repeat(repeats), min(1 - weight.dim(), -1), names)
 

@@ -13,6 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from robustdist.errors import UsageError
 from robustdist.pruning.groups import Member, Role, UnitAttribute, UnitGroup
 from robustdist.pruning.heads import WIDTH, Attention, nested_off
+from robustdist.pruning.layers import DIRECT
 from robustdist.pruning.projections import as_projection, integers, join
 from robustdist.pruning.recipe import PruningRecipe
 
@@ -72,7 +73,7 @@ def _places(path: str, part: nn.Module, width: int, inner: bool, outer: bool) ->
     elif isinstance(part, nn.Embedding):
         if part.embedding_dim == width:
             yield "weight", 1, "producer"
-    elif isinstance(part, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) and part.in_channels != width:
+    elif isinstance(part, DIRECT) and part.in_channels != width:
         if part.out_channels == width:
             yield from ((name, 0, "producer") for name in wide)
     elif _is_norm(part):

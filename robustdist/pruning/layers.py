@@ -7,10 +7,11 @@ from typing import Any
 
 from torch import nn
 
-__all__ = ["CHANNEL_NORMS", "CONVOLUTIONS", "TRANSPOSED", "attributes_of_layer", "is_depthwise"]
+__all__ = ["CHANNEL_NORMS", "CONVOLUTIONS", "DIRECT", "TRANSPOSED", "attributes_of_layer", "is_depthwise"]
 
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, *TRANSPOSED)
+DIRECT = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+CONVOLUTIONS = (*DIRECT, *TRANSPOSED)
 #: Norms that treat every channel by itself.
 CHANNEL_NORMS = (
     nn.BatchNorm1d,

@@ -7,13 +7,14 @@ additions, concatenations and reshapes. Only that is used of it: it touches a co
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from robustdist.errors import UsageError
+from robustdist.pruning.example import tensors_in
 from robustdist.pruning.groups import Kind, Member, Role, UnitGroup
 from robustdist.pruning.layers import CHANNEL_NORMS, CONVOLUTIONS, TRANSPOSED, is_depthwise
 from robustdist.pruning.spare import call, spare_copy, undisturbed
@@ -66,10 +67,17 @@ def _dependency_graph(spare: nn.Module, example: Any, forward: Callable[[nn.Modu
         raise UsageError(
             "finding the channels of a convolutional network needs torch-pruning: pip install 'robustdist[prune]'"
         ) from error
+
+    def with_graph(net: nn.Module, x: Any) -> list[Tensor]:
+        return [tensor for tensor in tensors_in(forward(net, x)) if tensor.requires_grad]
+
     with undisturbed():
         try:
             return torch_pruning.DependencyGraph().build_dependency(
-                spare, example, forward_fn=lambda net, x: _tensors(forward(net, x)), verbose=False
+                spare,
+                example,
+                forward_fn=with_graph,
+                verbose=False,
             )
         except UsageError:
             raise
@@ -79,18 +87,6 @@ def _dependency_graph(spare: nn.Module, example: Any, forward: Callable[[nn.Modu
                 f"{type(spare).__name__} cannot be traced ({type(error).__name__}: {error}): give example and forward "
                 "that run in eval mode, or put the part that cannot be traced outside of the pruned module"
             ) from error
-
-
-def _tensors(output: Any) -> list[Tensor]:
-    """The tensors with a graph in a model's output, whatever it wraps them in."""
-    if isinstance(output, Tensor):
-        return [output] if output.requires_grad else []
-    values: Iterable[Any] = ()
-    if hasattr(output, "values"):
-        values = output.values()
-    elif isinstance(output, (list, tuple)):
-        values = output
-    return [tensor for value in values for tensor in _tensors(value)]
 
 
 class _Walk:

@@ -10,24 +10,8 @@ import torch
 from robustdist.bench import bench_learners, learners
 from robustdist.errors import UsageError
 from tests.bert import tiny_bert
-from tests.vader import write_source, write_tokenizer
 
 FEW = {"num_train": 12, "num_test": 6, "epochs": 2, "seeds": [3], "rank": 2}
-
-
-@pytest.fixture(scope="module")
-def source(tmp_path_factory) -> str:
-    return write_source(tmp_path_factory.mktemp("source"))
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory, require) -> str:
-    """A model and its tokenizer as Hugging Face saves them."""
-    require("transformers")
-    path = tmp_path_factory.mktemp("model")
-    write_tokenizer(path)
-    tiny_bert(vocab_size=100, num_labels=2, dropout=0.1).save_pretrained(path)
-    return str(path)
 
 
 @pytest.mark.parametrize(

