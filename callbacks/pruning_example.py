@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from robustdist.core.batch import BatchAdapter
 from robustdist.core.forward import Forward, bind_forward
 from robustdist.errors import UsageError
-from robustdist.pruning.example import mapped
+from robustdist.pruning.example import with_rows
 
 __all__ = ["arguments_of", "example_of", "forward_of"]
 
@@ -30,8 +30,8 @@ def example_of(module: nn.Module, batch: Any, input_key: str | int | None) -> An
     except UsageError:
         if input_key is not None:
             raise
-        return _first_rows(batch)
-    return located.x[:_ROWS].detach()
+        return with_rows(batch, _ROWS)
+    return with_rows(located.x, _ROWS)
 
 
 def forward_of(forward: Forward) -> Callable[[nn.Module, Any], Any]:
@@ -66,7 +66,3 @@ def _parameters(module: nn.Module) -> list[str] | None:
     if any(parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL) for parameter in parameters):
         return None
     return [parameter.name for parameter in parameters]
-
-
-def _first_rows(value: Any) -> Any:
-    return mapped(value, lambda tensor: tensor[:_ROWS].detach() if tensor.dim() else tensor)
