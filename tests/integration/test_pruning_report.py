@@ -15,7 +15,7 @@ from robustdist.core.testing import toy_images
 from robustdist.errors import UsageError
 from robustdist.pruning import compile_recipe, discover
 from robustdist.pruning.report import dense_shell, file_bytes, layer_widths, regrown
-from tests.integration.test_structured_pruning import Module, loader, pruning, size, trainer_of
+from tests.integration.pruning_support import Module, loader, pruning, size, trainer_of
 from tests.unit.pruning.nets import Residual
 
 NUM_BATCHES = 8

@@ -31,7 +31,8 @@ from robustdist.comm import (
 from robustdist.comm.engine import CommEngine, RankError
 from robustdist.comm.verdicts import Verdicts
 from robustdist.core.testing import run_ranks
-from tests.unit.comm.test_engine import SHAPES, Fragile, ddp_imported, gradients, reduce, train
+from tests.unit.comm.test_engine import SHAPES, Fragile, gradients, reduce
+from tests.unit.comm.test_engine_ddp import ddp_imported, train
 
 __all__ = ["ddp_imported"]
 
