@@ -6,7 +6,7 @@ from robustdist.callbacks.catastrophic_overfitting_guard import CatastrophicOver
 from robustdist.callbacks.communication_monitor import CommunicationMonitor
 from robustdist.callbacks.domain_reweighting import DomainReweighting
 from robustdist.callbacks.learner_tuning import LearnerTuning
-from robustdist.callbacks.pruning_files import explain_pruned_files
+from robustdist.callbacks.pruning.files import explain_pruned_files
 from robustdist.callbacks.robust_evaluation import RobustEvaluation
 from robustdist.callbacks.structured_pruning import StructuredPruning
 

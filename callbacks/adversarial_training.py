@@ -13,11 +13,11 @@ from robustdist.attacks.base import Attack
 from robustdist.attacks.losses import LossName
 from robustdist.attacks.pgd import PGD
 from robustdist.attacks.schedules import Schedule
-from robustdist.callbacks.combination import check_combination, check_compile, check_options
-from robustdist.callbacks.objective_state import load_objective, objective_states
-from robustdist.callbacks.objective_step import AttackCall, ObjectiveStep, the_loss_itself
+from robustdist.callbacks.adversarial.combination import check_combination, check_compile, check_options
+from robustdist.callbacks.adversarial.rehearsal import rehearse, settle_fast_path
+from robustdist.callbacks.adversarial.state import load_objective, objective_states
+from robustdist.callbacks.adversarial.step import AttackCall, ObjectiveStep, the_loss_itself
 from robustdist.callbacks.progress import Progress
-from robustdist.callbacks.rehearsal import rehearse, settle_fast_path
 from robustdist.core.batch import BatchAdapter
 from robustdist.core.fast_path import AutoFlag, AutoPrecision, FastPath
 from robustdist.core.forward import Forward

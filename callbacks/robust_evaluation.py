@@ -10,9 +10,9 @@ import torch
 from robustdist._lightning import Callback, LightningModule, Trainer, rank_zero_debug, rank_zero_warn
 from robustdist.attacks.base import Attack
 from robustdist.attacks.pgd import PGD
-from robustdist.callbacks.evaluation_report import ReportContext, accuracies, log_accuracies, publish
-from robustdist.callbacks.evaluation_session import EvaluationSession, SessionOptions
-from robustdist.callbacks.evaluation_setup import (
+from robustdist.callbacks.evaluation.report import ReportContext, accuracies, log_accuracies, publish
+from robustdist.callbacks.evaluation.session import EvaluationSession, SessionOptions
+from robustdist.callbacks.evaluation.setup import (
     attack_context,
     check_attacks,
     check_combination,

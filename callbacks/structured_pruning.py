@@ -11,12 +11,12 @@ from torch import Tensor, nn
 
 from robustdist._lightning import Callback, LightningModule, Trainer, rank_zero_warn
 from robustdist.callbacks.progress import Progress
-from robustdist.callbacks.pruning_example import example_of, forward_of
-from robustdist.callbacks.pruning_files import follow_checkpoints, release_checkpoints
-from robustdist.callbacks.pruning_learning import LEARNED, LearningPhase
-from robustdist.callbacks.pruning_options import Removal, check_pruning_options
-from robustdist.callbacks.pruning_report import FinalReport
-from robustdist.callbacks.pruning_surgery import (
+from robustdist.callbacks.pruning.example import example_of, forward_of
+from robustdist.callbacks.pruning.files import follow_checkpoints, release_checkpoints
+from robustdist.callbacks.pruning.learning import LEARNED, LearningPhase
+from robustdist.callbacks.pruning.options import Removal, check_pruning_options
+from robustdist.callbacks.pruning.report import FinalReport
+from robustdist.callbacks.pruning.surgery import (
     all_finite,
     averaged_modules,
     check_all_can_follow,
@@ -25,7 +25,7 @@ from robustdist.callbacks.pruning_surgery import (
     cut_in_fit,
     read_by,
 )
-from robustdist.callbacks.pruning_teacher import Teacher
+from robustdist.callbacks.pruning.teacher import Teacher
 from robustdist.core.forward import Forward
 from robustdist.core.ranks import failing_together
 from robustdist.core.redirect import check_module_can_be_called

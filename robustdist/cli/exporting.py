@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 
 from robustdist._lightning import Callback, LightningModule, Trainer
-from robustdist.callbacks.pruning_example import arguments_of, example_of
+from robustdist.callbacks.pruning.example import arguments_of, example_of
 from robustdist.errors import UsageError
 from robustdist.pruning.example import mapped, num_rows, with_rows
 from robustdist.pruning.export import Exported, ExportFormat, export_module

@@ -11,7 +11,7 @@ import torch
 
 from robustdist._lightning import Callback, LightningModule, Trainer
 from robustdist.attacks.base import Attack
-from robustdist.callbacks.evaluation_setup import attack_context
+from robustdist.callbacks.evaluation.setup import attack_context
 from robustdist.core.files import write_whole
 from robustdist.core.forward import Forward, bind_forward
 from robustdist.errors import UsageError

@@ -18,7 +18,7 @@ from robustdist._lightning import (
     rank_zero_warn,
 )
 from robustdist.attacks.base import Attack
-from robustdist.callbacks.pruning_plan import plan_of
+from robustdist.callbacks.pruning.plan import plan_of
 from robustdist.callbacks.robust_evaluation import RobustEvaluation
 from robustdist.callbacks.structured_pruning import StructuredPruning
 from robustdist.cli.exporting import at_first_batch, export_checkpoint

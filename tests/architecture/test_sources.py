@@ -124,7 +124,7 @@ FOREIGN_PRIVATE: dict[str, set[str]] = {
     "strategies.refusals": {"_in_backward_optimizers", "_use_python_reducer"},  # torch: what a hook cannot serve
     "_lightning": {"_MultiProcessingLauncher"},  # the public name of its module is private
     "strategies.launchers": {"_recover_results_in_main_process", "_start_method"},  # its launcher, DDPStrategy
-    "callbacks.pruning_surgery": {"_average_model"},  # WeightAveraging: the averaged copy of the module
+    "callbacks.pruning.surgery": {"_average_model"},  # WeightAveraging: the averaged copy of the module
     "callbacks.learner_tuning": {"_average_model"},  # WeightAveraging: the averaged copy of the module
     "callbacks.robust_evaluation": {"_generate_state_key"},  # Callback
     "cli.lightning_cli": {"_get", "_prepare_subcommand_kwargs", "_run_subcommand", "_set_seed"},  # LightningCLI

@@ -112,7 +112,7 @@ def test_a_model_that_cannot_run_on_a_copy_loses_only_its_table(tmp_path, capsys
     def fail(*args, **kwargs):
         raise RuntimeError("no kernel for this device")
 
-    monkeypatch.setattr("robustdist.callbacks.pruning_report.compared", fail)
+    monkeypatch.setattr("robustdist.callbacks.pruning.report.compared", fail)
     module, content = reported(tmp_path)
     assert size(module) < size(Module())
     assert content["sizes"] is None

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from robustdist.callbacks import StructuredPruning
-from robustdist.callbacks.pruning_plan import plan_of
+from robustdist.callbacks.pruning.plan import plan_of
 from robustdist.core.testing import toy_images
 from robustdist.errors import UsageError
 from robustdist.pruning.example import num_rows, with_rows

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Literal, TypeAlias, get_args
 
 from robustdist._lightning import rank_zero_warn
-from robustdist.callbacks.pruning_learning import LEARNED
+from robustdist.callbacks.pruning.learning import LEARNED
 from robustdist.errors import RobustDistWarning, UsageError
 from robustdist.pruning.groups import Kind
 from robustdist.pruning.importance import CRITERIA

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from robustdist._lightning import Trainer, rank_zero_info, rank_zero_warn
 from robustdist.attacks.losses import check_class_indices
-from robustdist.callbacks.objective_step import ObjectiveStep
+from robustdist.callbacks.adversarial.step import ObjectiveStep
 from robustdist.core.forward import looks_like_probabilities
 from robustdist.core.ranks import failing_together
 from robustdist.errors import RobustDistWarning

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from robustdist._lightning import LightningModule, Trainer
-from robustdist.callbacks.pruning_surgery import averaged_modules
+from robustdist.callbacks.pruning.surgery import averaged_modules
 from robustdist.errors import UsageError
 from robustdist.pruning.loading import RECIPE_KEY, note_recipe, recipe_of
 

@@ -11,7 +11,7 @@ from torch.utils.data import IterableDataset
 
 from robustdist._lightning import LightningModule, Trainer, rank_zero_info
 from robustdist.attacks.base import Attack
-from robustdist.callbacks.evaluation_setup import attack_context
+from robustdist.callbacks.evaluation.setup import attack_context
 from robustdist.core.batch import BatchAdapter
 from robustdist.core.forward import Forward, bind_forward
 from robustdist.core.ranks import gathered

@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from robustdist._lightning import LightningModule, Trainer, rank_zero_info, rank_zero_warn
-from robustdist.callbacks.pruning_example import example_of, forward_of
+from robustdist.callbacks.pruning.example import example_of, forward_of
 from robustdist.core.files import write_whole
 from robustdist.core.forward import Forward
 from robustdist.errors import RobustDistWarning, UsageError

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from robustdist.callbacks.pruning_example import example_of, forward_of
+from robustdist.callbacks.pruning.example import example_of, forward_of
 from robustdist.core.snapshot import on_cpu
 from robustdist.pruning import discover
 from robustdist.pruning.cost import CostModel

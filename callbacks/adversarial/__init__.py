@@ -1,0 +1,3 @@
+"""The parts of AdversarialTraining."""
+
+__all__: list[str] = []

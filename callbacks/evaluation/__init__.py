@@ -1,0 +1,3 @@
+"""The parts of RobustEvaluation."""
+
+__all__: list[str] = []

@@ -1,0 +1,3 @@
+"""The parts of StructuredPruning."""
+
+__all__: list[str] = []
