@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 from torch import Tensor
 
+from robustdist.core.double_backward import CheapDoubleBackward
 from robustdist.errors import UsageError
 from robustdist.objectives.base import Objective, ObjectiveContext
 from robustdist.types import Number, parse_number
@@ -76,7 +79,9 @@ class FastBAT(Objective):
 
         def ascent(delta: Tensor, *, create_graph: bool) -> Tensor:
             leaf = delta.detach().requires_grad_()
-            value = problem.loss(problem.logits(x + leaf), problem.y).sum()
+            with CheapDoubleBackward() if create_graph else nullcontext():
+                logits = problem.logits(x + leaf)
+            value = problem.loss(logits, problem.y).sum()
             # scaled on its way through half precision, as the update is
             return torch.autograd.grad(scale * value, leaf, create_graph=create_graph)[0] / scale
 

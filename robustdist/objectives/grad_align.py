@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 from torch import Tensor
 
 from robustdist.attacks.base import Attack
 from robustdist.attacks.functional import random_start
+from robustdist.core.double_backward import CheapDoubleBackward
 from robustdist.errors import UsageError
 from robustdist.objectives.base import Objective, ObjectiveContext
 from robustdist.objectives.fgsm_rs import FGSMRS
@@ -58,8 +61,10 @@ class GradAlign(Objective):
 
         def gradient(at: Tensor, *, create_graph: bool) -> Tensor:
             leaf = at.detach().requires_grad_()
+            with CheapDoubleBackward() if create_graph else nullcontext():
+                logits = problem.logits(leaf)
             # scaled on its way through half precision, as the update is; the cosine does not see it
-            value = problem.loss_scale * problem.loss(problem.logits(leaf), problem.y).sum()
+            value = problem.loss_scale * problem.loss(logits, problem.y).sum()
             return torch.autograd.grad(value, leaf, create_graph=create_graph)[0].flatten(1)
 
         clean_grad, noisy_grad = gradient(problem.x, create_graph=False), gradient(noisy, create_graph=True)
