@@ -14,6 +14,7 @@ from robustdist.callbacks.progress import Progress
 from robustdist.callbacks.pruning.example import example_of, forward_of
 from robustdist.callbacks.pruning.files import follow_checkpoints, release_checkpoints
 from robustdist.callbacks.pruning.learning import LEARNED, LearningPhase
+from robustdist.callbacks.pruning.norms import Recalibration
 from robustdist.callbacks.pruning.options import Removal, check_pruning_options
 from robustdist.callbacks.pruning.report import FinalReport
 from robustdist.callbacks.pruning.surgery import (
@@ -32,7 +33,6 @@ from robustdist.core.redirect import check_module_can_be_called
 from robustdist.core.snapshot import on_cpu
 from robustdist.errors import RobustDistWarning
 from robustdist.pruning import PruningRecipe, UnitGroup, UnitMasks, compile_recipe, discover
-from robustdist.pruning.batch_norm import BatchNormRecalibration
 from robustdist.pruning.cost import CostModel
 from robustdist.pruning.example import with_rows
 from robustdist.pruning.groups import Kind
@@ -160,7 +160,7 @@ class StructuredPruning(Callback):
         self._progress = Progress()
         self._seen_steps = 0
         self._tensors: dict[str, Tensor] = {}
-        self._recalibration = BatchNormRecalibration(bn_recalibration_batches)
+        self._recalibration = Recalibration(bn_recalibration_batches)
         self._teacher = Teacher(distill, distill_temperature, forward if isinstance(forward, str) else "")
         self._report = FinalReport(report, report_dir)
 
@@ -183,14 +183,14 @@ class StructuredPruning(Callback):
         self._teacher.begin(pl_module)
         self._progress.start(trainer, pl_module, "StructuredPruning(schedule)")
         self._seen_steps = self._progress.num_steps
-        self._recalibration.attach(pl_module)
+        self._recalibration.attach(trainer, pl_module)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Find the groups at the first batch; set learned masks."""
         self._report.see(pl_module, batch, self.input_key)
         if not self.groups and not self._cut:
             self._begin(trainer, pl_module, batch)
-        self._recalibration.before_batch(pl_module)
+        self._recalibration.before_batch(trainer, pl_module)
         if self._learning is not None:
             self._learning.before_batch(self._progress.num_steps)
 
@@ -246,7 +246,7 @@ class StructuredPruning(Callback):
     ) -> None:
         """After an executed step: hold masked units at zero, mask more, or cut them out."""
         self._progress.end_batch(pl_module)
-        self._recalibration.count(pl_module)
+        self._recalibration.count(trainer, pl_module)
         if self._progress.num_steps == self._seen_steps or self._cut:
             return
         if self._learning is not None:
@@ -431,7 +431,7 @@ class StructuredPruning(Callback):
         self.groups, self.removed, self._way, self._cut = [], {}, 0.0, False
         self._masks, self._cost, self._tensors, self._learned = None, None, {}, {}
         self._progress.reset()
-        self._recalibration = BatchNormRecalibration(self.bn_recalibration_batches)
+        self._recalibration = Recalibration(self.bn_recalibration_batches)
 
     def _release(self, pl_module: LightningModule) -> None:
         release_checkpoints(pl_module)

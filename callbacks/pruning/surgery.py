@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 
 from robustdist._lightning import (
     Callback,
@@ -29,6 +30,7 @@ from robustdist.pruning.surgery import check_no_graph_is_held
 __all__ = [
     "all_finite",
     "averaged_modules",
+    "averages_of",
     "check_all_can_follow",
     "check_hashes",
     "check_optimizers_can_follow",
@@ -80,10 +82,15 @@ def cut_in_fit(trainer: Trainer, module: LightningModule, recipe: PruningRecipe)
         )
 
 
+def averages_of(trainer: Trainer) -> list[AveragedModel]:
+    """Return the averages that Lightning's callbacks keep of the module."""
+    models = [callback._average_model for callback in _callbacks(trainer) if isinstance(callback, WeightAveraging)]
+    return [model for model in models if model is not None]
+
+
 def averaged_modules(trainer: Trainer) -> list[nn.Module]:
     """Return the averaged copies that Lightning's callbacks keep of the module."""
-    models = [callback._average_model for callback in _callbacks(trainer) if isinstance(callback, WeightAveraging)]
-    return [model.module for model in models if model is not None]
+    return [average.module for average in averages_of(trainer)]
 
 
 def check_hashes(recipe: PruningRecipe) -> None:

@@ -32,10 +32,15 @@ class BatchNormRecalibration:
         """Begin with the next batch; until it is there, old statistics are better than none."""
         self._due = self.num_batches > 0
 
-    def before_batch(self, module: nn.Module) -> None:
-        """Drop the statistics, if the first batch after the removal is about to pass."""
+    @property
+    def names(self) -> list[str]:
+        """Paths of the norms that are being averaged anew; empty before and after."""
+        return list(self._momenta)
+
+    def before_batch(self, module: nn.Module) -> bool:
+        """Drop the statistics, if the first batch after the removal is about to pass; return whether any were."""
         if not self._due:
-            return
+            return False
         self._due = False
         for name, layer in _norms(module):
             if not layer.training:
@@ -45,6 +50,7 @@ class BatchNormRecalibration:
             layer.momentum = None  # torch's way to ask for the plain average
         self._left = self.num_batches if self._momenta else 0
         self._attached = True
+        return bool(self._momenta)
 
     def count(self, module: nn.Module) -> None:
         """Note that a batch has passed."""
