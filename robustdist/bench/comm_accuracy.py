@@ -22,7 +22,7 @@ from robustdist.bench import small_training
 from robustdist.bench.machine import describe_machine
 from robustdist.bench.models import small_conv_net
 from robustdist.bench.output import check_out, finished_runs, make_console, write_json
-from robustdist.bench.small_training import BATCH_SIZE, METHODS, SETTINGS, Setting, SmallClassifier
+from robustdist.bench.small_training import BATCH_SIZE, METHODS, SETTINGS, OptimizerName, Setting, SmallClassifier
 from robustdist.callbacks import AdversarialTraining
 from robustdist.comm import QSGD, Int8, Sign, TopK
 from robustdist.comm.cost import dense_bytes
@@ -34,6 +34,7 @@ from robustdist.types import check_count
 
 __all__ = ["bench_comm_accuracy"]
 
+_RATES: dict[OptimizerName, float] = {"adam": 5e-3, "sgd": 0.1}
 _ACCURACIES = {"clean_acc": "clean", "pgd20_acc": "PGD-20"}
 
 
@@ -68,10 +69,12 @@ def bench_comm_accuracy(
     epochs: int = 2,
     num_test: int = 2000,
     world_size: int = 2,
+    optimizer: OptimizerName = "adam",
+    lr: float | None = None,
 ) -> dict[str, Any]:
     """Train one small net adversarially on several processes per codec and seed; accuracy against bytes.
 
-    The net (166,406 parameters for 28x28 images) is trained by PGD-AT, batches of 50 per process, Adam with a one-cycle
+    The net (166,406 parameters for 28x28 images) is trained by PGD-AT, batches of 50 per process, with a one-cycle
     rate; the radius grows over the first 30 % of the steps. It is judged without attack and under PGD with 20 steps of
     eps / 8. Bytes are payload bytes that one process sends. A seed sets the initial weights, the order of the batches
     and the random starts. The processes share this machine and its network: seconds say little, see ``bench comm``.
@@ -85,6 +88,8 @@ def bench_comm_accuracy(
         epochs: Epochs over the data.
         num_test: Test images, the first ones.
         world_size: Processes.
+        optimizer: "adam", or "sgd" with momentum 0.9.
+        lr: Peak of its rate; default 5e-3 for Adam, 0.1 for SGD.
 
     Returns:
         ``benchmark``, ``settings``, ``machine``, ``runs`` and ``rows``, as in the file.
@@ -100,10 +105,16 @@ def bench_comm_accuracy(
         raise UsageError(f"rows={unknown} are unknown: choose some of {', '.join(_ROWS)}")
     for option, value in (("epochs", epochs), ("num_test", num_test), ("world_size", world_size)):
         check_count(value, option)
-    settings = {"data": data, "epochs": epochs, "num_test": num_test, "world_size": world_size}
+    if optimizer not in _RATES:
+        raise UsageError(f"optimizer={optimizer!r} is unknown: choose one of {', '.join(_RATES)}")
+    lr = _RATES[optimizer] if lr is None else lr
+    if not 0 < lr < float("inf"):
+        raise UsageError(f"lr={lr} must be a finite number above 0")
+    settings: dict[str, Any] = {"data": data, "epochs": epochs, "num_test": num_test, "world_size": world_size}
+    settings |= {"optimizer": optimizer, "lr": lr}
     path, plot_path = check_out(out), check_out(plot)
     runs = finished_runs(path, "comm_accuracy", settings)
-    setting = replace(SETTINGS[data], epochs=epochs)
+    setting = replace(SETTINGS[data], epochs=epochs, lr=lr)
     loaded = setting.data(BATCH_SIZE // world_size)
     loaded.setup()
     console = make_console()
@@ -112,7 +123,7 @@ def bench_comm_accuracy(
         for key in keys:
             if not any((run["row"], run["seed"]) == (key, seed) for run in runs):
                 with small_training.quiet(1, seed):
-                    measured = _run(_ROWS[key], setting, loaded, seed, num_test, world_size)
+                    measured = _run(_ROWS[key], setting, loaded, seed, num_test, world_size, optimizer)
                 runs.append({"row": key, "seed": seed, **measured})
                 console.print(Text(f"{_ROWS[key].name}, seed {seed}: {_in_words(measured)}"))
             result = {
@@ -144,9 +155,15 @@ class _Figures(Callback):
 
 
 def _run(
-    row: _Row, setting: Setting, data: ImageDataModule, seed: int, num_test: int, world_size: int
+    row: _Row,
+    setting: Setting,
+    data: ImageDataModule,
+    seed: int,
+    num_test: int,
+    world_size: int,
+    optimizer: OptimizerName,
 ) -> dict[str, Any]:
-    module = SmallClassifier(small_conv_net(data.input_shape[-1], data.num_classes), setting.lr)
+    module = SmallClassifier(small_conv_net(data.input_shape[-1], data.num_classes), setting.lr, optimizer)
     method = METHODS["pgd_at"]
     if method.make is None:
         raise RuntimeError("PGD-AT has an objective")
@@ -210,7 +227,8 @@ def _in_words(run: dict[str, Any]) -> str:
 
 def _print(console: Console, result: dict[str, Any]) -> None:
     settings = result["settings"]
-    title = f"{settings['data']}, PGD-AT on {settings['world_size']} processes, {settings['epochs']} epochs"
+    how = f"PGD-AT on {settings['world_size']} processes, {settings['epochs']} epochs, {settings['optimizer']}"
+    title = f"{settings['data']}, {how}"
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     table.add_column("gradients")
     headings = [f"{name}{suffix}" for name in _ACCURACIES.values() for suffix in ("", "\nto DDP")]

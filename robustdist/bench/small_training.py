@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -53,6 +53,7 @@ __all__ = [
 
 BATCH_SIZE = 100
 _NUM_CHECKS = 15
+OptimizerName = Literal["adam", "sgd"]
 
 
 @dataclass(frozen=True)
@@ -116,12 +117,13 @@ METHODS = {
 
 
 class SmallClassifier(LightningModule):
-    """Cross-entropy with Adam and a one-cycle rate."""
+    """Cross-entropy with Adam, or SGD with momentum 0.9, and a one-cycle rate."""
 
-    def __init__(self, net: nn.Module, lr: float) -> None:
+    def __init__(self, net: nn.Module, lr: float, optimizer: OptimizerName = "adam") -> None:
         super().__init__()
         self.net = net
         self.lr = lr
+        self.optimizer = optimizer
 
     def forward(self, x: Tensor) -> Tensor:
         """Return logits."""
@@ -133,8 +135,12 @@ class SmallClassifier(LightningModule):
         return F.cross_entropy(self(batch[0]), batch[1])
 
     def configure_optimizers(self) -> Any:
-        """Return Adam with a one-cycle rate."""
-        optimizer = torch.optim.Adam(self.parameters(), lr=self.lr)
+        """Return the optimiser with a one-cycle rate."""
+        optimizer: torch.optim.Optimizer
+        if self.optimizer == "adam":
+            optimizer = torch.optim.Adam(self.parameters(), lr=self.lr)
+        else:
+            optimizer = torch.optim.SGD(self.parameters(), lr=self.lr, momentum=0.9)
         schedule = torch.optim.lr_scheduler.OneCycleLR(
             optimizer, max_lr=self.lr, total_steps=int(self.trainer.estimated_stepping_batches)
         )

@@ -20,6 +20,8 @@ FEW = {"data": "digits", "epochs": 1, "num_test": 60, "seeds": [3], "rows": ["dd
         ({"rows": []}, "choose some of ddp"),
         ({"epochs": 0}, "epochs=0"),
         ({"world_size": 0}, "world_size=0"),
+        ({"optimizer": "lion"}, "optimizer='lion' is unknown: choose one of adam, sgd"),
+        ({"lr": 0.0}, "lr=0.0"),
         ({"plot": "/nowhere/at/all.png"}, "does not exist"),
     ],
 )
