@@ -14,6 +14,7 @@ from robustdist.attacks.losses import LossName
 from robustdist.attacks.pgd import PGD
 from robustdist.attacks.schedules import Schedule
 from robustdist.callbacks.adversarial.combination import check_combination, check_compile, check_options
+from robustdist.callbacks.adversarial.refusal import open_roll_call
 from robustdist.callbacks.adversarial.rehearsal import rehearse, settle_fast_path
 from robustdist.callbacks.adversarial.state import load_objective, objective_states
 from robustdist.callbacks.adversarial.step import AttackCall, ObjectiveStep, the_loss_itself
@@ -25,6 +26,7 @@ from robustdist.core.layout import channels_last_weights
 from robustdist.core.muted import StepMuter
 from robustdist.core.ranks import failing_together
 from robustdist.core.redirect import StepInterceptor
+from robustdist.core.roll_call import RollCall
 from robustdist.core.space import Pixels, Space
 from robustdist.errors import RobustDistWarning, UsageError
 from robustdist.objectives.base import Objective
@@ -152,6 +154,7 @@ class AdversarialTraining(Callback):
         self._replayed: Any = None
         self._trainer: Trainer | None = None
         self._layout: ExitStack | None = None
+        self._roll_call: RollCall | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Check the combination and wrap the strategy's training step."""
@@ -191,6 +194,7 @@ class AdversarialTraining(Callback):
             followed.append(f"objective={type(self.objective).__name__}")
         followed_by = followed[0] if followed else None
         self._progress.start(trainer, pl_module, followed_by)
+        self._roll_call = open_roll_call(trainer)
         if self.objective.replays > 1:
             rank_zero_info(
                 f"{type(self.objective).__name__} makes {self.objective.replays} steps on every batch it takes and "
@@ -224,7 +228,9 @@ class AdversarialTraining(Callback):
             self._release(trainer)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Give the strategy and the module back as they were."""
+        """Tell the other processes, and give the strategy and the module back as they were."""
+        if self._roll_call is not None and isinstance(exception, Exception):
+            self._roll_call.tell(exception)
         self._release(trainer)
 
     def follow_pruning(self, recipe: Any) -> None:
@@ -313,6 +319,9 @@ class AdversarialTraining(Callback):
         StepInterceptor.of(trainer.strategy).remove(self._training_step)
         self.objective.after_backward()
         self._progress.stop()
+        if self._roll_call is not None:
+            self._roll_call.close()
+            self._roll_call = None
         if self._layout is not None:
             self._layout.close()
             self._layout = None

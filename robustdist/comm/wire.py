@@ -17,7 +17,7 @@ from torch import Tensor
 from robustdist.comm.bitpack import pack, unpack
 from robustdist.comm.cost import dense_bytes
 from robustdist.comm.jobs import Stats
-from robustdist.comm.roll_call import RollCall
+from robustdist.core.roll_call import RollCall
 from robustdist.errors import UsageError
 
 __all__ = ["RankError", "Wire"]

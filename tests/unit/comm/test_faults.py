@@ -14,8 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from robustdist.comm import Identity, Int8, Sign, roll_call
+from robustdist.comm import Identity, Int8, Sign
 from robustdist.comm.engine import CommEngine
+from robustdist.core import roll_call
 from robustdist.core.testing import run_ranks
 from tests.unit.comm.test_engine import gradients, reduce
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import os
 import threading
+import traceback
 from collections.abc import Callable, Iterable
 from time import monotonic, sleep
 from typing import Any
 
 import torch.distributed as dist
+
+from robustdist.errors import UsageError
 
 __all__ = ["PATIENCE", "RollCall"]
 
@@ -31,14 +34,14 @@ class RollCall:
     Args:
         group: The group.
         name: Keys of this roll call in the store, the same text on all ranks and in no other roll call.
-        progress: Returns the number of buckets that this rank has begun.
+        progress: Returns the number of buckets that this rank has begun; None where ranks do not count any.
     """
 
-    def __init__(self, group: dist.ProcessGroup, name: str, progress: Callable[[], int]) -> None:
+    def __init__(self, group: dist.ProcessGroup, name: str, progress: Callable[[], int] | None = None) -> None:
         self._rank, self._ranks = dist.get_rank(group), dist.get_process_group_ranks(group)
         # a connection of its own: one that hangs on a stopped host must not hold up what others do with the store
         self._store, self._name = group.get_group_store().clone(), name
-        self._progress = progress
+        self._progress = progress or int
         self._text: str | None = None
         self._closing = False
         self._verdict = ""
@@ -63,6 +66,22 @@ class RollCall:
         if self._written_down.wait(PATIENCE) and self._over.wait(PATIENCE + _FAREWELL + 2 * _PERIOD):
             return self._verdict
         return _host_is_gone(text)
+
+    def tell(self, error: Exception) -> None:
+        """Let the other ranks know why this one ends, and add to ``error`` what is known of them.
+
+        A rank whose connection has broken so learns which one failed, and its text. What all ranks raise together is
+        not told. A :class:`UsageError` gets the rank into its sentence.
+        """
+        if getattr(error, "shared", False):
+            return
+        rank = self._ranks[self._rank]
+        if isinstance(error, UsageError):
+            error.args = (f"{error} (process {rank})",)
+        text = "".join(traceback.format_exception_only(error)).strip()
+        verdict = self.call(text)
+        if verdict != f"all ranks answer:\nrank {rank}: {text}":
+            error.args = (f"{error}\n{verdict}",)
 
     def close(self) -> None:
         """End the thread; whoever calls from now on is told that this rank has closed."""
