@@ -14,17 +14,16 @@ from robustdist.callbacks.progress import Progress
 from robustdist.callbacks.pruning.example import example_of, forward_of
 from robustdist.callbacks.pruning.files import follow_checkpoints, release_checkpoints
 from robustdist.callbacks.pruning.learning import LEARNED, LearningPhase
+from robustdist.callbacks.pruning.masking import Masking
 from robustdist.callbacks.pruning.norms import Recalibration
-from robustdist.callbacks.pruning.options import Removal, check_pruning_options
+from robustdist.callbacks.pruning.options import Removal, check_pruning_options, looked_for
 from robustdist.callbacks.pruning.report import FinalReport
+from robustdist.callbacks.pruning.scoring import Scoring
 from robustdist.callbacks.pruning.surgery import (
-    all_finite,
     averaged_modules,
     check_all_can_follow,
-    check_hashes,
     check_optimizers_can_follow,
     cut_in_fit,
-    read_by,
 )
 from robustdist.callbacks.pruning.teacher import Teacher
 from robustdist.core.forward import Forward
@@ -32,11 +31,10 @@ from robustdist.core.ranks import failing_together
 from robustdist.core.redirect import check_module_can_be_called
 from robustdist.core.snapshot import on_cpu
 from robustdist.errors import RobustDistWarning
-from robustdist.pruning import PruningRecipe, UnitGroup, UnitMasks, compile_recipe, discover
+from robustdist.pruning import PruningRecipe, UnitGroup, compile_recipe, discover
 from robustdist.pruning.cost import CostModel
 from robustdist.pruning.example import with_rows
 from robustdist.pruning.groups import Kind
-from robustdist.pruning.hidden import norms_over_survivors
 from robustdist.pruning.importance import Criterion, make_criterion, named_tensors
 from robustdist.pruning.latency import latency_after
 from robustdist.pruning.loading import note_recipe
@@ -64,7 +62,7 @@ class StructuredPruning(Callback):
 
     Args:
         target: What is left: ``{"macs": 0.5}``, ``{"params": 0.5}`` or ``{"width": 0.5}`` (shares in (0, 1]), or the
-            width of every layer, ``{"heads": 6, "ffn": 768}``.
+            width of every layer and the number of layers, ``{"heads": 6, "ffn": 768, "layers": 4}``.
         method: Scores: ``taylor``, ``magnitude``, ``bn_scale``, ``movement``, ``random``; or masks learned with
             gates until the end of the schedule: ``l0`` (hard concrete, meets exact widths), ``hydra`` (scores under the
             loss of training, weights wait meanwhile).
@@ -120,7 +118,9 @@ class StructuredPruning(Callback):
         report: bool = True,
         report_dir: str | None = None,
     ) -> None:
+        self.target = Target.parse(target)
         check_pruning_options(
+            target=self.target,
             method=method,
             kinds=kinds,
             ignore=ignore,
@@ -130,10 +130,9 @@ class StructuredPruning(Callback):
             distill=distill,
             forward=forward,
         )
-        self.target = Target.parse(target)
         self.method = method
         self.schedule = PruningSchedule.parse(schedule)
-        self.kinds = tuple(kinds)
+        self.kinds = looked_for(kinds, self.target)
         self.ignore = tuple(ignore)
         self.round_to = round_to
         self.uniform = uniform
@@ -153,8 +152,8 @@ class StructuredPruning(Callback):
         self._cut = False
         self._cost: CostModel | None = None
         self._latency: Callable[[Mapping[str, Sequence[int]]], float] | None = None
-        self._masks: UnitMasks | None = None
-        self._norms: list[Any] = []
+        self._masks: Masking | None = None
+        self._scoring: Scoring | None = None
         self._learning: LearningPhase | None = None
         self._learned: dict[str, Any] = {}
         self._progress = Progress()
@@ -226,6 +225,8 @@ class StructuredPruning(Callback):
             check_optimizers_can_follow(trainer)
             if self.criterion is None:
                 self._learn(trainer, pl_module)
+            elif self.criterion.needs_gradients:
+                self._scoring = Scoring(self.criterion, pl_module, groups, self._tensors)
         if self.removed:
             self._mask(trainer, pl_module)
         self._after_step(trainer, pl_module)
@@ -235,11 +236,11 @@ class StructuredPruning(Callback):
         if self._cut or not self.groups:
             return
         if self._masks is not None:
-            self._masks.apply_to_gradients()
+            self._masks.before_step()
         if self._learning is not None:
             self._learning.before_step(trainer, optimizer)
-        elif self.criterion is not None and self.criterion.needs_gradients and all_finite(optimizer):
-            self.criterion.observe(read_by(optimizer, self.groups, self._tensors), self._tensors)
+        elif self._scoring is not None:
+            self._scoring.before_step(trainer, optimizer)
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -254,8 +255,7 @@ class StructuredPruning(Callback):
             pl_module.log_dict(self._learning.logs())
         self._seen_steps = self._progress.num_steps
         if self._masks is not None:
-            self._masks.apply()
-            self._masks.apply_to_moments(trainer.optimizers)
+            self._masks.after_step(trainer)
         self._after_step(trainer, pl_module)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -391,15 +391,9 @@ class StructuredPruning(Callback):
         )
 
     def _mask(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        recipe = self._recipe(pl_module)
-        check_hashes(recipe)
-        self._masks = UnitMasks(pl_module, recipe)
-        self._free_norms()
-        self._norms = norms_over_survivors(pl_module, recipe)
-        self._masks.apply()
-        self._masks.apply_to_moments(trainer.optimizers)
-        for average in averaged_modules(trainer):
-            UnitMasks(average, recipe).apply()
+        if self._masks is not None:
+            self._masks.end()
+        self._masks = Masking(trainer, pl_module, self._recipe(pl_module))
 
     def _recipe(self, pl_module: nn.Module) -> PruningRecipe:
         provenance = {
@@ -412,15 +406,18 @@ class StructuredPruning(Callback):
 
     def _remove(self, trainer: Trainer, pl_module: LightningModule) -> None:
         recipe = self._recipe(pl_module)
-        self._free_norms()
+        self._end_masks_and_scores()
         cut_in_fit(trainer, pl_module, recipe)
         note_recipe(pl_module, recipe)
-        self._cut, self._masks, self._cost, self.groups, self._tensors = True, None, None, [], {}
+        self._cut, self._cost, self.groups, self._tensors = True, None, [], {}
         self._recalibration.start()
 
-    def _free_norms(self) -> None:
-        while self._norms:
-            self._norms.pop().remove()
+    def _end_masks_and_scores(self) -> None:
+        if self._masks is not None:
+            self._masks.end()
+        if self._scoring is not None:
+            self._scoring.close()
+        self._masks, self._scoring = None, None
 
     def _make_criterion(self) -> Criterion | None:
         return None if self.method in LEARNED else make_criterion(self.method, **self._options)
@@ -438,9 +435,9 @@ class StructuredPruning(Callback):
         self._teacher.dismiss()
         self._progress.stop()
         self._recalibration.detach(pl_module)
-        self._free_norms()
+        self._end_masks_and_scores()
         if self._learning is not None:
             self._learned = self._learning.state_dict()
             self._learning.close()
             self._learning = None
-        self._masks, self._cost, self.groups, self._tensors = None, None, [], {}
+        self._cost, self.groups, self._tensors = None, [], {}

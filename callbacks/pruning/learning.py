@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from robustdist._lightning import LightningModule, Trainer
+from robustdist.callbacks.pruning.scoring import reduced_gradients
 from robustdist.pruning.attention import slim
 from robustdist.pruning.cost import CostModel, keep_values
 from robustdist.pruning.gates import Gates, LearnedScores, fold
@@ -87,10 +88,7 @@ class LearningPhase:
 
     def before_step(self, trainer: Trainer, optimizer: Any) -> None:
         """Take the multipliers' gradients, in the scale of the loss; leave the weights out of the step of ``hydra``."""
-        scaler = getattr(trainer.precision_plugin, "scaler", None)
-        scale = 1.0 if scaler is None else float(scaler.get_scale())
-        taken = self.gates.gradients(lambda row: trainer.strategy.reduce(row, reduce_op="mean"))
-        found = {name: gradient / scale for name, gradient in taken.items()}
+        found = reduced_gradients(trainer, self.gates)
         batch = trainer.fit_loop.total_batch_idx
         if self._pending is not None and self._pending_of == batch:  # several optimisers step after one batch
             found = {name: gradient + self._pending[name] for name, gradient in found.items()}

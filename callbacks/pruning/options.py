@@ -10,15 +10,17 @@ from robustdist.callbacks.pruning.learning import LEARNED
 from robustdist.errors import RobustDistWarning, UsageError
 from robustdist.pruning.groups import Kind
 from robustdist.pruning.importance import CRITERIA
+from robustdist.pruning.selection import Target
 from robustdist.types import check_count
 
-__all__ = ["Removal", "check_pruning_options"]
+__all__ = ["Removal", "check_pruning_options", "looked_for"]
 
 Removal: TypeAlias = Literal["scheduled", "never"]
 
 
 def check_pruning_options(
     *,
+    target: Target,
     method: str,
     kinds: Sequence[Kind],
     ignore: Sequence[str],
@@ -48,6 +50,13 @@ def check_pruning_options(
             "computes something else than it was trained as: leave removal as it is, or leave out hidden",
             category=RobustDistWarning,
         )
+    if "layers" in kinds and "layers" not in target.shape:
+        raise UsageError("kinds: layers go by their number: write target={'layers': 4}, for example, or leave them out")
+    if "layers" in target.shape and method == "bn_scale":
+        others = [name for name in [*CRITERIA, *LEARNED] if name != method]
+        raise UsageError(f"method='bn_scale' has no score for target layers: use one of {', '.join(others)}")
+    if "layers" in target.shape and removal == "never":
+        raise UsageError("removal='never' does not go with target layers, whose masks are no zeros: drop one")
     if removal == "never" and method in LEARNED:
         raise UsageError(f"removal='never' does not go with method={method!r}, whose masks are no zeros: drop one")
     check_count(round_to, "round_to")
@@ -55,3 +64,10 @@ def check_pruning_options(
         raise UsageError(f"bn_recalibration_batches={bn_recalibration_batches} must not be negative: 0 turns it off")
     if distill and not (forward is None or isinstance(forward, str)):
         raise UsageError("distill: forward must be the path of the part that training_step calls, not a function")
+
+
+def looked_for(kinds: Sequence[Kind], target: Target) -> tuple[Kind, ...]:
+    """Return the kinds to look for: layers if ``target`` names them, and only them if it names nothing else."""
+    if set(target.shape) == {"layers"}:
+        return ("layers",)
+    return tuple(dict.fromkeys([*kinds, *(kind for kind in target.shape if kind == "layers")]))

@@ -18,7 +18,7 @@ from robustdist.core.files import write_whole
 from robustdist.core.forward import Forward
 from robustdist.errors import RobustDistWarning, UsageError
 from robustdist.pruning.example import mapped
-from robustdist.pruning.report import compared, dense_shell, layer_widths, regrown
+from robustdist.pruning.report import compared, dense_shell, depths, layer_widths, regrown
 from robustdist.pruning.selection import Target
 from robustdist.report.drawing import png_bytes
 from robustdist.report.pruning import plot_schedule, pruning_tables, wide_console
@@ -125,6 +125,7 @@ class FinalReport:
         content: dict[str, Any] = {
             "model": type(module).__name__,
             "layers": [vars(layer).copy() for layer in layer_widths(recipe, module)],
+            "depths": depths(recipe, module),
             "schedule": self.schedule,
             "evaluations": self.evaluations,
             "metrics": _by_phase(self.evaluations),

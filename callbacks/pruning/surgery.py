@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from robustdist._lightning import (
@@ -24,18 +23,16 @@ from robustdist._lightning import (
 from robustdist.callbacks.learner_tuning import LearnerTuning
 from robustdist.core.ranks import gathered
 from robustdist.errors import RobustDistWarning, UsageError
-from robustdist.pruning import PruningRecipe, UnitGroup, optimizers_follow
+from robustdist.pruning import PruningRecipe, optimizers_follow
 from robustdist.pruning.surgery import check_no_graph_is_held
 
 __all__ = [
-    "all_finite",
     "averaged_modules",
     "averages_of",
     "check_all_can_follow",
     "check_hashes",
     "check_optimizers_can_follow",
     "cut_in_fit",
-    "read_by",
 ]
 
 
@@ -152,15 +149,3 @@ def check_optimizers_can_follow(trainer: Trainer) -> None:
         raise UsageError(
             "StructuredPruning: LBFGS remembers one vector of all parameters, which cannot be cut: use Adam"
         )
-
-
-def all_finite(optimizer: Any) -> bool:
-    """Whether all gradients of the parameters of ``optimizer`` are finite."""
-    gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-    return all(bool(torch.isfinite(gradient).all()) for gradient in gradients)
-
-
-def read_by(optimizer: Any, groups: Sequence[UnitGroup], tensors: Mapping[str, Tensor]) -> list[UnitGroup]:
-    """Return the groups some reader of which ``optimizer`` holds."""
-    held = {id(parameter) for part in optimizer.param_groups for parameter in part["params"]}
-    return [group for group in groups if any(id(tensors[member.tensor]) in held for member in group.consumers)]

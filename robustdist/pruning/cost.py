@@ -16,6 +16,7 @@ from robustdist.core.guard import module_mode
 from robustdist.pruning.groups import UnitGroup
 from robustdist.pruning.importance import named_tensors
 from robustdist.pruning.layers import DIRECT, TRANSPOSED
+from robustdist.pruning.projections import is_below
 
 __all__ = ["Cost", "CostModel", "keep_values"]
 
@@ -47,7 +48,8 @@ class CostModel:
 
     A tensor with dimensions d keeps :math:`\prod_d \big(n_d - \sum_k c_{dk} (1 - z_k)\big)` entries, where unit k takes
     :math:`c_{dk}` indices of d along; a convolution or linear layer needs one multiply-accumulate per weight and output
-    position, whose number does not change. The rest of what torch counts, attention products, falls with the heads.
+    position, whose number does not change. The rest of what torch counts, attention products, falls with the heads, and
+    all that is in a block with the block.
     With probabilities in place of 0 and 1 it is the expected cost of independent units, and has a gradient.
 
     Args:
@@ -72,18 +74,29 @@ class CostModel:
             self._starts[group.name] = sum(size for _, size in self._starts.values()), group.size
         self._shares = _Shares()
         places = self._dimensions(groups, named_tensors(module))
+        blocks = {
+            path: self._shares.add(1, {group.name: (self._starts[group.name][0] + torch.tensor([unit]), torch.ones(1))})
+            for group in groups
+            for unit, path in enumerate(group.layers)
+        }
         sizes: dict[tuple[int, ...], list[float]] = {}
-        for tensor in module.parameters():
+        for name, tensor in module.named_parameters():
             dims = [self._shares.add(size, places.get((id(tensor), dim), {})) for dim, size in enumerate(tensor.shape)]
-            total = sizes.setdefault(tuple(dims), [0.0, 0.0])
+            total = sizes.setdefault((*dims, *_inside(blocks, name)), [0.0, 0.0])
             total[0] += tensor.numel()
             total[1] += tensor.numel() * recorder.positions.get(id(tensor), 0)
         products = _attention_products(groups, recorder.rest)
+        rest: dict[tuple[int, ...], float] = {(share,): recorder.rest.get(path, 0.0) for path, share in blocks.items()}
+        rest[()] = recorder.unassigned - sum(rest.values())
         for group in groups:
-            start, units = self._starts[group.name][0], torch.arange(group.size)
-            share = self._shares.add(group.size, {group.name: (start + units, torch.ones(group.size))})
-            sizes.setdefault((share,), [0.0, 0.0])[1] += products.get(group.name, 0.0)
-        sizes.setdefault((), [0.0, 0.0])[1] += recorder.unassigned - sum(products.values())
+            if group.name in products:
+                start, units = self._starts[group.name][0], torch.arange(group.size)
+                share = self._shares.add(group.size, {group.name: (start + units, torch.ones(group.size))})
+                around = _inside(blocks, group.members[0].tensor)
+                sizes.setdefault((share, *around), [0.0, 0.0])[1] += products[group.name]
+                rest[around] -= products[group.name]
+        for key, count in rest.items():
+            sizes.setdefault(key, [0.0, 0.0])[1] += count
         width = max(map(len, sizes))
         self._factors = torch.tensor([[*dims, *[0] * (width - len(dims))] for dims in sizes])
         self._sizes = torch.tensor(list(sizes.values()), dtype=torch.float64)
@@ -156,6 +169,11 @@ class _Shares:
             torch.tensor([len(units) for units, _ in self._entries])
         )
         return full.index_add(0, numbers, weights * (keep[units] - 1))
+
+
+def _inside(blocks: Mapping[str, int], name: str) -> tuple[int, ...]:
+    """Return the share of the block that the tensor ``name`` is in, if it is in one that can go."""
+    return tuple(share for path, share in blocks.items() if is_below(name, path))
 
 
 def _attention_products(groups: Sequence[UnitGroup], rest: Mapping[str, float]) -> dict[str, float]:

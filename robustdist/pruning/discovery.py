@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from robustdist.errors import UsageError
+from robustdist.pruning.depth import layer_groups, skip_layers, stream_into
 from robustdist.pruning.example import tensors_in
 from robustdist.pruning.groups import Kind, UnitGroup
 from robustdist.pruning.hidden import norms_over_survivors
@@ -45,14 +47,16 @@ def discover(
         module: The dense module.
         example: A small input batch; needed for convolutional networks.
         forward: Maps (module, example) to the output; default ``module(example)``.
-        kinds: What to look for. ``hidden``, the width of a residual stream, is not looked for by default.
+        kinds: What to look for. ``hidden``, the width of a residual stream, and ``layers``, whole blocks, are not
+            looked for by default.
         refused: Path or group name -> why it cannot be pruned, filled.
 
     Raises:
-        UsageError: If there is nothing that can be removed.
+        UsageError: If there is nothing that can be removed, or no layer where ``kinds`` asks for them.
     """
     notes: dict[str, str] = {} if refused is None else refused
     groups = transformer_groups(module, kinds=kinds, refused=notes)
+    stacks = _stacks(module, example, forward or call) if "layers" in kinds else []
     convolutions = sum(isinstance(layer, DIRECT) for layer in module.modules())
     if "channels" in kinds and (not groups or convolutions > 1):  # one alone cuts an image into patches
         claimed = {member.tensor for group in groups for member in group.members}
@@ -63,6 +67,7 @@ def discover(
         gone = {group.name for group in groups} - {group.name for group in right}
         notes.update(dict.fromkeys(sorted(gone), "something else depends on its units"))
         groups = right
+    groups += stacks
     if not groups:
         reasons = "; ".join(f"{path or 'the model'}: {reason}" for path, reason in notes.items())
         raise UsageError(
@@ -83,7 +88,7 @@ def check_layers(
     spare, right = spare_copy(module), dict.fromkeys(layers, False)
 
     def note(path: str, given: Sequence[Any], kwargs: dict[str, Any], out: Any) -> None:
-        first = next(iter([*given, *kwargs.values()]), None)
+        first = stream_into(tuple(given), kwargs)
         right[path] = isinstance(first, Tensor) and isinstance(out, Tensor) and first.shape == out.shape
 
     for path in layers:
@@ -93,6 +98,40 @@ def check_layers(
     with undisturbed(), torch.no_grad():
         (forward or call)(spare, example)
     return [path for path in layers if right[path]]
+
+
+def _stacks(module: nn.Module, example: Any, run: Callable[[nn.Module, Any], Any]) -> list[UnitGroup]:
+    """Return the groups of layers, those of no use to anybody alone locked after a trial on the example."""
+    notes: dict[str, str] = {}
+    stacks = layer_groups(module, notes)
+    if example is not None:
+        stacks = [group for group in (_tried(module, group, example, run, notes) for group in stacks) if group]
+    if not stacks:
+        reasons = "; ".join(f"{path}: {reason}" for path, reason in notes.items()) or "no list of such blocks"
+        raise UsageError(
+            f"{type(module).__name__} has no layers that can go, which are blocks with attention and a feed-forward "
+            f"part that return the stream alone ({reasons}): ask for width, params or macs in place of layers"
+        )
+    return stacks
+
+
+def _tried(
+    module: nn.Module, group: UnitGroup, example: Any, run: Callable[[nn.Module, Any], Any], notes: dict[str, str]
+) -> UnitGroup | None:
+    right = check_layers(module, group.layers, example, forward=run)
+    changing = {unit for unit, path in enumerate(group.layers) if path not in right}
+    notes.update({group.layers[unit]: "it returns something of another shape" for unit in changing - group.locked})
+    every, locked = frozenset(range(group.size)), group.locked | changing
+
+    def goes(units: Sequence[int]) -> bool:
+        return _removal_is_right(module, [replace(group, locked=every.difference(units))], example, run)
+
+    free = sorted(every - locked)
+    if not (goes(free[:-1]) and goes(free[-1:])):  # a few trials where all is well
+        held = {unit for unit in free if not goes([unit])}
+        notes.update({group.layers[unit]: "the model does not run without it" for unit in held})
+        locked |= held
+    return replace(group, locked=locked) if len(locked) < group.size else None
 
 
 def check_groups(
@@ -112,7 +151,8 @@ def check_groups(
 def _removal_is_right(
     module: nn.Module, groups: Sequence[UnitGroup], example: Any, run: Callable[[nn.Module, Any], Any]
 ) -> bool:
-    removed = {group.name: list(range(0, group.size, 3))[: group.size - 1] for group in groups}
+    free = {group.name: [unit for unit in range(group.size) if unit not in group.locked] for group in groups}
+    removed = {group.name: free[group.name][:: 1 if group.layers else 3][: group.size - 1] for group in groups}
     try:
         with undisturbed(), torch.no_grad():
             torch.manual_seed(0)
@@ -122,6 +162,7 @@ def _removal_is_right(
             recipe = compile_recipe(small, groups, removed)
             mask_units(masked, groups, removed)
             norms_over_survivors(masked, recipe)
+            skip_layers(masked, recipe.dropped_layers)
             recipe.apply(small)
             expected, found = tensors_in(run(masked, example)), tensors_in(run(small, example))
     except (RuntimeError, ValueError, TypeError, IndexError, AssertionError, AttributeError):

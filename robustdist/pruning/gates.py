@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from robustdist.errors import UsageError
+from robustdist.pruning.depth import BlockGate
 from robustdist.pruning.groups import Member, UnitGroup
 from robustdist.pruning.importance import Criterion, Magnitude, distinct, named_tensors
 from robustdist.pruning.layers import DIRECT
@@ -26,7 +28,8 @@ class Gates:
     made meanwhile is multiplied by the same values, until the gates are removed.
 
     Units of kind "hidden" are read by norms too, whose statistics go over all of them: there a gate at 0 is not the
-    same as removal.
+    same as removal. Of kind "layers" the value mixes what a block returns with what it is given,
+    :class:`~robustdist.pruning.depth.BlockGate`.
 
     Args:
         module: The dense module. Attention of torch's own class does not call its output layer: its class has to be
@@ -54,7 +57,8 @@ class Gates:
         self.values: dict[str, Tensor] = {}
         tensors = named_tensors(module)
         for group in self._groups:
-            weight = next((tensors[member.tensor] for member in group.consumers), torch.ones(()))
+            own = [next(module.get_submodule(path).parameters()) for path in group.layers[:1]]
+            weight = next((tensors[member.tensor] for member in group.consumers), own[0] if own else torch.ones(()))
             dtype = torch.promote_types(weight.dtype, torch.float32)
             self.values[group.name] = torch.ones(group.size, dtype=dtype, device=weight.device, requires_grad=True)
 
@@ -63,8 +67,19 @@ class Gates:
         if not self.installed:
             places = [place for group in self._groups for place in _gates_of(self, self._module, group)]
             self._handles = [part.register_forward_pre_hook(gate, with_kwargs=True) for part, gate in places]
+            for group in self._groups:
+                for unit, path in enumerate(group.layers):
+                    block = self._module.get_submodule(path)
+                    gate = BlockGate(partial(self._value, group.name, unit), block)
+                    self._handles.append(block.register_forward_hook(gate, with_kwargs=True))
             self.installed = True
         return self
+
+    def _value(self, group: str, unit: int) -> Tensor | None:
+        if not self.installed:
+            return None
+        self.reached.add(group)
+        return self.values[group][unit]
 
     def remove(self) -> None:
         """Take the gates away, also out of effect in copies of the module."""
@@ -105,7 +120,7 @@ class Gates:
         """
         missing = [group for group in self._groups if group.name not in self.reached]
         if missing:
-            readers = ", ".join(member.tensor for member in missing[0].consumers) or "no layer"
+            readers = ", ".join([member.tensor for member in missing[0].consumers] or missing[0].layers) or "no layer"
             raise UsageError(
                 f"group {missing[0].name} is read by {readers}, which no forward pass has called as a layer: put the "
                 "group into ignore"

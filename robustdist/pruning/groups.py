@@ -11,7 +11,7 @@ from torch import Tensor
 
 __all__ = ["Kind", "Member", "Role", "UnitAttribute", "UnitGroup", "kept_indices"]
 
-Kind: TypeAlias = Literal["channels", "heads", "ffn", "hidden"]
+Kind: TypeAlias = Literal["channels", "heads", "ffn", "hidden", "layers"]
 #: producer: rows that make a unit; consumer: columns that read it; norm: scale, shift, statistics per unit.
 Role: TypeAlias = Literal["producer", "consumer", "norm"]
 
@@ -69,6 +69,8 @@ class UnitGroup:
     swaps: tuple[str, ...] = ()
     #: Units that may never go, for example those a frozen layer fixes.
     locked: frozenset[int] = field(default_factory=frozenset)
+    #: Of kind "layers", which has no members: the path of the block that each unit is.
+    layers: tuple[str, ...] = ()
 
     @property
     def consumers(self) -> tuple[Member, ...]:

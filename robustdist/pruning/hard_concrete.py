@@ -86,7 +86,8 @@ class LearnedMasks:
 
     The target t ramps linearly over ``warmup_steps``. At the end ``removed()`` are the units that go, and those that
     stay have soft values: :func:`~robustdist.pruning.gates.fold` multiplies ``values()`` into the weights that read
-    them, so that removal changes nothing. State lives on the CPU in float64; it is the same on all ranks.
+    them, so that removal changes nothing; layers, which no single weight reads, are then at 1. State lives on the CPU
+    in float64; it is the same on all ranks.
 
     Args:
         groups: Groups to learn masks of. For shapes, groups of other kinds stay whole.
@@ -238,11 +239,12 @@ class LearnedMasks:
 
     @torch.no_grad()
     def values(self, removed: Mapping[str, Sequence[int]] | None = None) -> dict[str, Tensor]:
-        """Return fixed gates, as for evaluation: soft values of the units that stay, 0 for those in ``removed``."""
+        """Return fixed gates, as for evaluation: soft values of units that stay (of layers 1), 0 for ``removed``."""
         gone = self.removed() if removed is None else removed
         result = {}
         for group in self.groups:
-            result[group.name] = _with_locked(group, soft_value(self.log_alpha[group.name]))
+            soft = soft_value(self.log_alpha[group.name])
+            result[group.name] = torch.ones_like(soft) if group.layers else _with_locked(group, soft)
             result[group.name][list(gone.get(group.name, ()))] = 0
         return result
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from robustdist.core.rng import derive_seed
 from robustdist.errors import UsageError
 from robustdist.pruning.groups import Member, UnitGroup
+from robustdist.pruning.projections import is_below
 
 __all__ = [
     "CRITERIA",
@@ -89,8 +90,8 @@ class Magnitude(Criterion):
 
     .. math:: I_k = \frac{S_k}{\frac{1}{K} \sum_j S_j}, \quad S_k = \frac{1}{M} \sum_m \sum_{i \in k} |w^m_i|^p
 
-    over the M weights of the group, producers' rows, consumers' columns, scales of norms; no biases, no statistics.
-    Divided by its mean, groups can be ranked together.
+    over the M weights of the group, producers' rows, consumers' columns, scales of norms; no biases, no statistics; of
+    a layer, over all weights in it. Divided by its mean, groups can be ranked together.
 
     Args:
         p: 1 or 2.
@@ -112,10 +113,22 @@ class Magnitude(Criterion):
         norms = [
             group.per_unit(member, tensor.detach().double().abs() ** self.p)
             for member, tensor in distinct(group.members, tensors)
-            if isinstance(tensor, nn.Parameter) and member.tensor.rpartition(".")[2] != "bias"
+            if _is_weight(member.tensor, tensor)
         ]
-        total = torch.stack(norms).mean(0).cpu()
+        total = self._of_layers(group, tensors) if group.layers else torch.stack(norms).mean(0).cpu()
         return total / total.mean().clamp(min=torch.finfo(torch.float64).tiny)
+
+    def _of_layers(self, group: UnitGroup, tensors: Mapping[str, Tensor]) -> Tensor:
+        sums = []
+        for path in group.layers:
+            inside = {id(t): t for name, t in tensors.items() if is_below(name, path) and _is_weight(name, t)}
+            norms = [(tensor.detach().double().abs() ** self.p).sum().cpu() for tensor in inside.values()]
+            sums.append(torch.stack(norms).mean())
+        return torch.stack(sums)
+
+
+def _is_weight(name: str, tensor: Tensor) -> bool:
+    return isinstance(tensor, nn.Parameter) and name.rpartition(".")[2] != "bias"
 
 
 class BNScale(Criterion):
@@ -176,6 +189,9 @@ def gate_gradient(group: UnitGroup, tensors: Mapping[str, Tensor]) -> Tensor:
     No hook is needed, and gradients that are the same on all ranks give the same here. A weight that is also used
     elsewhere (tied embeddings) brings the gradient of that use along. A weight without gradient in this step adds 0.
 
+    Layers have no such weights: theirs is the ``.grad`` of ``tensors[group.name]``, as from
+    :meth:`~robustdist.pruning.gates.Gates.gradients`.
+
     Returns:
         Shape (size,), float64, on the CPU.
 
@@ -183,6 +199,8 @@ def gate_gradient(group: UnitGroup, tensors: Mapping[str, Tensor]) -> Tensor:
         UsageError: If a consumer is frozen, so that it never has a gradient.
     """
     total = torch.zeros(group.size, dtype=torch.float64)
+    if group.layers and (gradient := tensors[group.name].grad) is not None:
+        total += gradient.double().cpu()
     for member, weight in distinct(group.consumers, tensors):
         if not weight.requires_grad:
             raise UsageError(

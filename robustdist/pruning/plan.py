@@ -10,6 +10,7 @@ from typing import Any
 from robustdist.errors import UsageError
 from robustdist.pruning.cost import Cost, CostModel
 from robustdist.pruning.groups import Kind, UnitGroup
+from robustdist.pruning.projections import is_below
 from robustdist.pruning.selection import Removed, Target
 
 __all__ = ["PlannedGroup", "PruningPlan", "chosen_groups", "whole_by"]
@@ -26,6 +27,7 @@ class PlannedGroup:
         kept: Units that stay.
         members: Tensors with the dimension that shrinks, ``layer1.0.conv1.weight[0]``.
         rule: Why the group stays whole; empty if it does not.
+        layers: Of kind "layers": paths of the blocks that go.
     """
 
     name: str
@@ -34,6 +36,7 @@ class PlannedGroup:
     kept: int
     members: tuple[str, ...]
     rule: str = ""
+    layers: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -82,17 +85,8 @@ class PruningPlan:
             refused: As from :func:`robustdist.pruning.discover`.
         """
         rules = rules or {}
-        groups = tuple(
-            PlannedGroup(
-                group.name,
-                group.kind,
-                group.size,
-                group.size - len(removed.get(group.name, ())),
-                tuple(f"{member.tensor}[{member.dim}]" for member in group.members),
-                "" if removed.get(group.name) else rules.get(group.name, "its units score above the threshold"),
-            )
-            for group in found
-        )
+        gone = [group.layers[unit] for group in found if group.layers for unit in removed.get(group.name, ())]
+        groups = tuple(_planned(group, removed.get(group.name, ()), rules, gone) for group in found)
         return cls(model, target, groups, cost.dense, cost.of(removed), dict(refused or {}))
 
     def to_dict(self) -> dict[str, Any]:
@@ -101,11 +95,27 @@ class PruningPlan:
             "model": self.model,
             "target": {self.target.name: dict(self.target.shape) or self.target.value},
             "scores": self.scores,
-            "groups": [{**vars(group), "members": list(group.members)} for group in self.groups],
+            "groups": [
+                {**vars(group), "members": list(group.members), "layers": list(group.layers)} for group in self.groups
+            ],
             "dense": vars(self.dense).copy(),
             "small": vars(self.small).copy(),
             "refused": dict(self.refused),
         }
+
+
+def _planned(group: UnitGroup, units: Sequence[int], rules: Mapping[str, str], gone: Sequence[str]) -> PlannedGroup:
+    around = next((p for p in gone if group.members and all(is_below(m.tensor, p) for m in group.members)), "")
+    rule = "" if units else rules.get(group.name, "its units score above the threshold")
+    return PlannedGroup(
+        group.name,
+        group.kind,
+        group.size,
+        0 if around else group.size - len(units),
+        tuple(f"{member.tensor}[{member.dim}]" for member in group.members),
+        f"goes with {around}" if around else rule,
+        tuple(group.layers[unit] for unit in units) if group.layers else (),
+    )
 
 
 def chosen_groups(found: Sequence[UnitGroup], ignore: Sequence[str] = ()) -> list[UnitGroup]:
@@ -140,7 +150,7 @@ def whole_by(
     rules = {}
     for group in found:
         patterns = [pattern for pattern in ignore if fnmatch(group.name, pattern)]
-        step = round_to if group.kind != "heads" and group.size > round_to else 1
+        step = round_to if group.kind not in ("heads", "layers") and group.size > round_to else 1
         if patterns:
             rules[group.name] = f"ignore={patterns[0]!r}"
         elif target.name == "shape" and group.kind not in target.shape:

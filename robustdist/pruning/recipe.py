@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from robustdist.errors import UsageError
 from robustdist.pruning.groups import UnitGroup, kept_indices
 from robustdist.pruning.layers import attributes_of_layer
+from robustdist.pruning.projections import is_below
 
 __all__ = ["Cut", "Fingerprint", "PruningRecipe", "compile_recipe", "tensor_aliases"]
 
@@ -153,8 +154,11 @@ class PruningRecipe:
 
         Returns:
             The kept part as a new tensor; ``tensor`` itself where nothing of ``name`` goes or it is a scalar such as a
-            step count; ``None`` if it has another shape, so that it cannot follow and has to start anew.
+            step count; ``None`` if it has another shape, so that it cannot follow and has to start anew, or if nothing
+            is left of it because its layer is dropped.
         """
+        if self.drops(name):
+            return None
         own = self.aliases.get(name, name)
         cuts = [cut for cut in self.cuts if cut.tensor == own]
         if not cuts or tensor.dim() == 0:
@@ -164,6 +168,10 @@ class PruningRecipe:
         for cut in cuts:
             tensor = tensor.index_select(cut.dim, cut.index.to(tensor.device))
         return tensor
+
+    def drops(self, path: str) -> bool:
+        """Return whether the tensor or module at ``path`` is in a dropped layer, or is one."""
+        return any(is_below(path, layer) for layer in self.dropped_layers)
 
     def compose(self, later: PruningRecipe) -> PruningRecipe:
         """Return the recipe that does this one and then ``later``, which was made for the result of this one."""
@@ -177,7 +185,7 @@ class PruningRecipe:
         attributes = {path: dict(values) for path, values in self.attributes.items()}
         for path, values in later.attributes.items():
             attributes.setdefault(path, {}).update(values)
-        return replace(
+        both = replace(
             self,
             cuts=tuple(Cut(tensor, dim, keep) for (tensor, dim), keep in keeps.items()),
             attributes=attributes,
@@ -185,6 +193,16 @@ class PruningRecipe:
             dropped_layers=tuple(dict.fromkeys([*self.dropped_layers, *later.dropped_layers])),
             aliases={**self.aliases, **later.aliases},
             provenance={**self.provenance, **later.provenance},
+        )
+        return both._without_dropped()
+
+    def _without_dropped(self) -> PruningRecipe:
+        """Leave out what would be done to tensors and modules of dropped layers."""
+        return replace(
+            self,
+            cuts=tuple(cut for cut in self.cuts if not self.drops(cut.tensor)),
+            attributes={path: values for path, values in self.attributes.items() if not self.drops(path)},
+            swaps=tuple(path for path in self.swaps if not self.drops(path)),
         )
 
     def after(self, earlier: PruningRecipe, module: nn.Module) -> PruningRecipe:
@@ -301,8 +319,8 @@ def compile_recipe(
     Args:
         module: The dense module that ``groups`` were found in.
         groups: Groups; those without removed units do nothing.
-        removed: Group name -> units that go.
-        dropped_layers: Paths of whole blocks to pass through.
+        removed: Group name -> units that go; those of kind "layers" are dropped layers.
+        dropped_layers: Paths of further blocks to pass through.
         provenance: Plain values to keep with it.
 
     Raises:
@@ -312,11 +330,13 @@ def compile_recipe(
     keeps: dict[tuple[str, int], Tensor] = {}
     attributes: dict[str, dict[str, Any]] = {}
     swaps: list[str] = []
+    dropped = dict.fromkeys(dropped_layers)
     for group in groups:
         gone = sorted(set(removed.get(group.name, ())))
         if not gone:
             continue
         _check_units(group, gone)
+        dropped.update(dict.fromkeys(group.layers[unit] for unit in gone if group.layers))
         for member, keep in group.kept(gone):
             place = aliases.get(member.tensor, member.tensor), member.dim
             keeps[place] = keeps[place] & keep if place in keeps else keep
@@ -329,15 +349,16 @@ def compile_recipe(
     )
     for path, values in _layer_attributes(module, cuts, aliases).items():
         attributes.setdefault(path, {}).update(values)
-    return PruningRecipe(
+    recipe = PruningRecipe(
         dense=Fingerprint.of(module),
         cuts=cuts,
         attributes=attributes,
         swaps=tuple(dict.fromkeys(swaps)),
-        dropped_layers=tuple(dropped_layers),
+        dropped_layers=tuple(dropped),
         aliases=aliases,
         provenance=dict(provenance or {}),
     )
+    return recipe._without_dropped()
 
 
 def _check_units(group: UnitGroup, gone: Sequence[int]) -> None:

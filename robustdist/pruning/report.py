@@ -20,7 +20,7 @@ from robustdist.pruning.layers import TRANSPOSED
 from robustdist.pruning.recipe import PruningRecipe
 from robustdist.pruning.spare import spare_copy, undisturbed
 
-__all__ = ["LayerWidths", "Sizes", "compared", "dense_shell", "file_bytes", "layer_widths", "regrown"]
+__all__ = ["LayerWidths", "Sizes", "compared", "dense_shell", "depths", "file_bytes", "layer_widths", "regrown"]
 
 Forward: TypeAlias = Callable[[nn.Module, Any], Any]
 _ROUNDS = 7
@@ -79,6 +79,18 @@ def layer_widths(recipe: PruningRecipe, module: nn.Module) -> list[LayerWidths]:
     return found
 
 
+def depths(recipe: PruningRecipe, module: nn.Module) -> list[dict[str, Any]]:
+    """Return the lists of layers some of which were dropped: name, layers before and after, paths of those gone."""
+    gone: dict[str, list[str]] = {}
+    for path in recipe.dropped_layers:
+        gone.setdefault(path.rpartition(".")[0], []).append(path)
+    sizes = {name: len(list(module.get_submodule(name).children())) for name in gone}
+    return [
+        {"name": name, "before": sizes[name], "after": sizes[name] - len(paths), "gone": paths}
+        for name, paths in gone.items()
+    ]
+
+
 def dense_shell(module: nn.Module) -> nn.Module:
     """Return a copy of ``module`` with its shapes and without memory for its weights."""
     memo: dict[int, Any] = {}
@@ -93,11 +105,12 @@ def dense_shell(module: nn.Module) -> nn.Module:
 def regrown(shell: nn.Module, module: nn.Module, recipe: PruningRecipe) -> nn.Module:
     """Fill the dense ``shell`` with the small module's weights, repeated where units are missing.
 
+    Layers that are missing get a constant.
     It computes nothing useful, but with ordinary numbers, as long as the dense network would take.
     """
     small = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     for name, tensor in [*shell.named_parameters(), *shell.named_buffers()]:
-        value = small[name].detach().cpu()
+        value = small[name].detach().cpu() if name in small else torch.full(tensor.shape, 0.01).to(tensor.dtype)
         for cut in recipe.cuts:
             if cut.tensor == name:
                 keep = torch.tensor(cut.keep)

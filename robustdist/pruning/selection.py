@@ -47,7 +47,7 @@ class Target:
 
     @classmethod
     def parse(cls, target: Mapping[str, float | int | str]) -> Target:
-        """Read what users write: ``{"macs": 0.5}``, or ``{"heads": 6, "ffn": 768}``.
+        """Read what users write: ``{"macs": 0.5}``, or ``{"heads": 6, "ffn": 768, "layers": 4}``.
 
         Raises:
             UsageError: If a name is unknown, several are mixed, or a value is out of range.
@@ -59,11 +59,13 @@ class Target:
             for kind, width in target.items():
                 if isinstance(width, bool) or not isinstance(width, int) or width < 0:
                     raise UsageError(f"target {kind}={width!r} must be a whole number of units that stay in each layer")
+                if kind == "layers" and not width:
+                    raise UsageError("target layers=0 would leave no layer: give the number that stays, at least 1")
             return cls("shape", shape={kind: int(target[kind]) for kind in get_args(Kind) if kind in names})
         if len(names) != 1 or not names <= {"params", "macs", "latency_ms", "width"}:
             raise UsageError(
                 f"target={dict(target)!r}: give one of params, macs, width (shares that stay), latency_ms, or whole "
-                "numbers of heads, ffn, hidden, channels"
+                "numbers of heads, ffn, hidden, channels, layers"
             )
         (name,) = names
         value = parse_number(target[name], f"target {name}")
@@ -102,7 +104,7 @@ def select(
         cost: For params and macs.
         latency: For latency_ms: measures milliseconds after a removal; called about ten times.
         uniform: Whether all groups keep the same share. "width" and "shape" always go group by group.
-        round_to: Widths are multiples of it, in groups with more units; not heads, not exact shapes.
+        round_to: Widths are multiples of it, in groups with more units; not heads or layers, not exact shapes.
         min_units: Units that stay in every group at least (of exact shapes: that may be asked for).
         drop_layers: Whether a group may lose all its units, with ``min_units=0``.
         ignore: Patterns as in file names; groups whose names match stay whole.
@@ -196,10 +198,11 @@ class _Chooser:
         for group in self.groups:
             width = shape.get(group.kind, group.size)
             left = group.size - len(self.before.get(group.name, ()))
-            if group.kind in shape and not len(group.locked) <= width <= left:
+            least = max(len(group.locked), 1 if group.layers else 0)
+            if group.kind in shape and not least <= width <= left:
                 raise UsageError(
-                    f"target {group.kind}={width} does not fit group {group.name}, which can have {len(group.locked)} "
-                    f"to {left}: change it, or put the group into ignore"
+                    f"target {group.kind}={width} does not fit group {group.name}, which can have {least} to {left}: "
+                    "change it, or put the group into ignore"
                 )
             widths[group.name] = group.size - math.floor(progress * (group.size - width) + 0.5)
         return widths
@@ -230,7 +233,7 @@ class _Chooser:
 def _step(group: UnitGroup, round_to: int) -> int:
     if round_to < 1:
         raise UsageError(f"round_to={round_to} must be at least 1")
-    return round_to if group.kind != "heads" and group.size > round_to else 1
+    return round_to if group.kind not in ("heads", "layers") and group.size > round_to else 1
 
 
 def _checked(group: UnitGroup, scores: Tensor) -> Tensor:

@@ -83,12 +83,10 @@ def _drop_layers(recipe: PruningRecipe, module: nn.Module, log: UndoLog) -> None
 
 
 def _cut_tensors(recipe: PruningRecipe, module: nn.Module, log: UndoLog) -> None:
-    gone = tuple(f"{path}." for path in recipe.dropped_layers)
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     cuts: dict[str, list[tuple[int, Tensor]]] = {}
     for cut in recipe.cuts:
-        if not cut.tensor.startswith(gone or ("\0",)):
-            cuts.setdefault(cut.tensor, []).append((cut.dim, cut.index))
+        cuts.setdefault(cut.tensor, []).append((cut.dim, cut.index))
     for name, places in cuts.items():
         tensor = tensors[name]
         dense, grad = tensor.data, tensor.grad
@@ -115,8 +113,6 @@ def _put_back(tensor: Tensor, dense: Tensor, grad: Tensor | None) -> None:
 
 def _set_attributes(recipe: PruningRecipe, module: nn.Module, log: UndoLog) -> None:
     for path, values in recipe.attributes.items():
-        if any(path == layer or path.startswith(f"{layer}.") for layer in recipe.dropped_layers):
-            continue
         layer = module.get_submodule(path)
         for name, value in values.items():
             before: Any = getattr(layer, name)

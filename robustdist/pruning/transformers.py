@@ -8,6 +8,7 @@ from dataclasses import replace
 from torch import nn
 
 from robustdist.errors import UsageError
+from robustdist.pruning.attention import PassThrough
 from robustdist.pruning.ffn import blocks_of, ffn_groups
 from robustdist.pruning.groups import Kind, UnitGroup
 from robustdist.pruning.heads import find_attentions
@@ -63,43 +64,54 @@ def transformer_groups(
     return groups
 
 
-def droppable_layers(module: nn.Module) -> list[str]:
+def droppable_layers(module: nn.Module, refused: dict[str, str] | None = None) -> list[str]:
     """Return the paths of blocks that :class:`~robustdist.pruning.attention.PassThrough` can take the place of.
 
     A block is an entry, with attention and a feed-forward part, of a list or sequence of at least two of its class.
     Left out are blocks that share parameters with others, blocks that by their signature return more than the stream,
     and first blocks that the model needs: ``nn.TransformerEncoder`` asks its first for the layout of the batch, and a
-    cache of keys counts the tokens seen at the first layer of a decoder.
+    cache of keys counts the tokens seen at the first layer of a decoder. Blocks that were dropped before do not count.
+
+    Args:
+        module: Any module.
+        refused: Path of such a block -> why it cannot go, filled.
     """
     attentions = list(find_attentions(module, {}))
     found: dict[str, None] = {}
+    notes: dict[str, str] = {} if refused is None else refused
     for path in blocks_of(module, attentions):
         while path:
             parent_path, _, name = path.rpartition(".")
             parent = module.get_submodule(parent_path)
             if isinstance(parent, (nn.ModuleList, nn.Sequential)):
-                siblings = list(parent.children())
-                alike = len(siblings) > 1 and len({type(sibling) for sibling in siblings}) == 1
-                if alike and _can_be_dropped(module, parent_path, path, first=name == next(parent.named_children())[0]):
-                    found[path] = None
+                siblings = [child for child in parent.children() if not isinstance(child, PassThrough)]
+                if len(siblings) > 1 and len({type(sibling) for sibling in siblings}) == 1:
+                    first = name == next(parent.named_children())[0]
+                    reason = _why_not_dropped(module, parent_path, path, first=first)
+                    if reason:
+                        notes[path] = reason
+                    else:
+                        found[path] = None
                 break
             path = parent_path
     return list(found)
 
 
-def _can_be_dropped(module: nn.Module, parent: str, path: str, *, first: bool) -> bool:
+def _why_not_dropped(module: nn.Module, parent: str, path: str, *, first: bool) -> str:
     block = module.get_submodule(path)
     if "uple" in str(getattr(type(block).forward, "__annotations__", {}).get("return", "")):
-        return False
+        return "it returns more than the stream"
     own = {id(parameter) for parameter in block.parameters()}
     names = [name for name, parameter in module.named_parameters(remove_duplicate=False) if id(parameter) in own]
     if not all(is_below(name, path) for name in names):
-        return False
+        return "it shares parameters with others"
     if not first:
-        return True
+        return ""
     stack = module.get_submodule(parent.rpartition(".")[0])
     cached = any(hasattr(part, "layer_idx") and getattr(part, "is_causal", False) for part in block.modules())
-    return not cached and not isinstance(stack, (nn.TransformerEncoder, nn.TransformerDecoder))
+    if cached:
+        return "its cache of keys counts the tokens"
+    return "the model asks it for a layout" if isinstance(stack, (nn.TransformerEncoder, nn.TransformerDecoder)) else ""
 
 
 def _shared(module: nn.Module, groups: Sequence[UnitGroup], notes: dict[str, str]) -> list[UnitGroup]:

@@ -37,11 +37,12 @@ def plan_tables(plan: Mapping[str, Any]) -> list[RenderableType]:
     groups.add_column("group", overflow="fold")
     groups.add_column("kind")
     groups.add_column("units", justify="right", no_wrap=True)
-    groups.add_column("shrinks with it", overflow="fold")
+    groups.add_column("shrinks or goes with it", overflow="fold")
     groups.add_column("stays whole by", overflow="fold")
     for group in plan["groups"]:
         width = f"{group['size']} -> {group['kept']}" if group["kept"] < group["size"] else str(group["size"])
-        groups.add_row(*map(Text, (group["name"], group["kind"], width, _members(group["members"]), group["rule"])))
+        shrinks = ", ".join(group["layers"]) or _members(group["members"])
+        groups.add_row(*map(Text, (group["name"], group["kind"], width, shrinks, group["rule"])))
     parts: list[RenderableType] = [groups]
     if plan["refused"]:
         refused = plain_table("Stays whole because it cannot be pruned", "")
@@ -71,16 +72,22 @@ def pruning_tables(content: Mapping[str, Any]) -> list[RenderableType]:
     """Return what a pruning brought: widths of layers, sizes and times, accuracies.
 
     Args:
-        content: ``model``, ``method``, ``target``, ``layers``, ``sizes``, ``not_measured`` and ``metrics``, as they go
-            into ``pruning.json``.
+        content: ``model``, ``method``, ``target``, ``layers``, ``depths``, ``sizes``, ``not_measured`` and ``metrics``,
+            as they go into ``pruning.json``.
     """
     target = ", ".join(f"{name}: {value}" for name, value in content["target"].items())
-    layers = plain_table(f"{content['model']} pruned by {content['method']} to {{{target}}}", "")
+    gone = [path for depth in content["depths"] for path in depth["gone"]]
+    layers = plain_table(
+        f"{content['model']} pruned by {content['method']} to {{{target}}}",
+        f"layers that are gone: {', '.join(gone)}" if gone else "",
+    )
     layers.add_column("layer", overflow="fold")
     for name in ("outputs", "inputs"):
         layers.add_column(name, justify="right", no_wrap=True)
     for layer in content["layers"]:
         layers.add_row(Text(layer["name"]), *(_change(layer[side]) for side in ("outputs", "inputs")))
+    for depth in content["depths"]:
+        layers.add_row(Text(depth["name"] or "layers"), f"{depth['before']} -> {depth['after']} layers", "")
     totals = plain_table("", _notes(content))
     for name in ("", "dense", "pruned", "after tuning", "ratio"):
         totals.add_column(name, justify="right" if name else "left", no_wrap=True)

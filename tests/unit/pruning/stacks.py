@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from robustdist.pruning.depth import skip_layers
 from robustdist.pruning.groups import UnitGroup
 from robustdist.pruning.hidden import norms_over_survivors
 from robustdist.pruning.masks import mask_units
@@ -75,6 +76,7 @@ def masked_and_removed(
     recipe = compile_recipe(module, groups, removed, dropped_layers=dropped_layers)
     mask_units(masked, groups, removed)
     norms_over_survivors(masked, recipe)
+    skip_layers(masked, recipe.dropped_layers)
     recipe.apply(small)
     return masked, small
 
