@@ -293,6 +293,7 @@ class StructuredPruning(Callback):
             "way": self._way,
             "cut": self._cut,
             "teacher": self._teacher.state_dict(),
+            "teacher_structure": self._teacher.structure(),
             "recalibration": self._recalibration.state_dict(),
             "report": self._report.state_dict(),
             **self._progress.state_dict(),
@@ -318,7 +319,7 @@ class StructuredPruning(Callback):
         self.removed = {name: list(units) for name, units in state_dict["removed"].items()}
         self._way = float(state_dict["way"])
         self._cut = bool(state_dict["cut"])
-        self._teacher.load_state_dict(state_dict["teacher"])
+        self._teacher.load_state_dict(state_dict["teacher"], state_dict.get("teacher_structure"))
         self._recalibration.load_state_dict(state_dict["recalibration"])
         self._report.load_state_dict(state_dict.get("report", {}))
         self._progress.load_state_dict(state_dict)

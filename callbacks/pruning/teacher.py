@@ -13,6 +13,7 @@ from robustdist._lightning import LightningModule, Trainer
 from robustdist.core.forward import as_logits
 from robustdist.core.redirect import StepInterceptor, check_step_can_be_intercepted
 from robustdist.errors import UsageError
+from robustdist.pruning import PruningRecipe
 from robustdist.pruning.distillation import check_distillation, distilled
 
 __all__ = ["Teacher"]
@@ -36,6 +37,7 @@ class Teacher:
         self.temperature = temperature
         self.part = part
         self._copy: nn.Module | None = None
+        self._recipe: PruningRecipe | None = None
         self._restored = False
         self._strategy: Any = None
 
@@ -50,6 +52,7 @@ class Teacher:
         option = "StructuredPruning(distill)"
         check_step_can_be_intercepted(trainer.strategy, module, needs_second_pass=True, option=option)
         self._copy, self._restored = copy.deepcopy(module).eval().requires_grad_(False), False
+        self._recipe = getattr(module, "pruning_recipe", None)
         self._strategy = trainer.strategy
         StepInterceptor.of(self._strategy).add(self._training_step, _ORDER)
 
@@ -71,11 +74,29 @@ class Teacher:
         """Return the teacher's weights: the module's own have changed since."""
         return {} if self._copy is None else dict(self._copy.state_dict())
 
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Take the teacher's weights from a checkpoint."""
-        if self._copy is not None and state:
-            self._copy.load_state_dict(state)
-            self._restored = True
+    def structure(self) -> dict[str, Any] | None:
+        """Return the recipe of a teacher that was small itself, as plain data."""
+        return None if self._copy is None or self._recipe is None else self._recipe.to_dict()
+
+    def load_state_dict(self, state: Mapping[str, Tensor], structure: Mapping[str, Any] | None) -> None:
+        """Take the teacher's weights from a checkpoint, and its structure if an earlier fit had pruned it.
+
+        Raises:
+            UsageError: If the module had been pruned further than the teacher when this training began.
+        """
+        if self._copy is None or not state:
+            return
+        recipe = None if structure is None else PruningRecipe.from_dict(structure)
+        if self._recipe is None and recipe is not None:
+            recipe.apply(self._copy)
+            self._recipe = recipe
+        elif self._recipe is not None and (recipe is None or recipe.hash() != self._recipe.hash()):
+            raise UsageError(
+                "the teacher in ckpt_path is larger than the module given to fit, which was pruned already: build a "
+                f"fresh {type(self._copy).__name__}, the checkpoint brings both structures along"
+            )
+        self._copy.load_state_dict(state)
+        self._restored = True
 
     def _training_step(self, next_step: Callable[..., Any], batch: Any, /, *args: Any, **kwargs: Any) -> Any:
         module = self._strategy.lightning_module

@@ -126,3 +126,29 @@ def test_a_copy_made_in_the_fit_loads_pruned_files(tmp_path):
     trainer.save_checkpoint(tmp_path / "small.ckpt")
     trainer.validate(copies.copy, loader(), ckpt_path=tmp_path / "small.ckpt", verbose=False)
     assert replica_digest(copies.copy) == replica_digest(module)
+
+
+@pytest.mark.parametrize("step", [2, 6, 12])
+def test_a_second_distillation_resumes_in_a_fresh_module(tmp_path, step):
+    """Of a module that a first fit made small, which is the teacher: before, while and after more units go."""
+    trainer, _ = fitted(tmp_path, [pruning()])
+    trainer.save_checkpoint(tmp_path / "first.ckpt")
+    settings = {"max_epochs": NUM_STEPS // 2, "enable_checkpointing": True}
+
+    def second(module, name, ckpt_path=None):
+        saved = ModelCheckpoint(dirpath=tmp_path / name, filename="{step}", every_n_epochs=1, save_top_k=-1)
+        callback = pruning(distill=0.5, bn_recalibration_batches=2)
+        trainer_of(tmp_path, [callback, saved], **settings).fit(module, loader(16), ckpt_path=ckpt_path)
+        return module
+
+    whole = second(load_pruned(Module, tmp_path / "first.ckpt"), "whole")
+    file = tmp_path / "whole" / f"step={step}.ckpt"
+    resumed = second(Module(), "resumed", file)
+    assert resumed.pruning_recipe == whole.pruning_recipe
+    assert replica_digest(resumed) == replica_digest(whole)
+    if step < 8:  # the module as the first fit left it is as good
+        again = second(load_pruned(Module, tmp_path / "first.ckpt"), "again", file)
+        assert replica_digest(again) == replica_digest(whole)
+    else:
+        with pytest.raises(UsageError, match="the teacher in ckpt_path .* build a fresh Module"):
+            second(load_pruned(Module, file), "refused", file)
