@@ -64,8 +64,8 @@ class StructuredPruning(Callback):
         target: What is left: ``{"macs": 0.5}``, ``{"params": 0.5}`` or ``{"width": 0.5}`` (shares in (0, 1]), or the
             width of every layer and the number of layers, ``{"heads": 6, "ffn": 768, "layers": 4}``.
         method: Scores: ``taylor``, ``magnitude``, ``bn_scale``, ``movement``, ``random``; or masks learned with
-            gates until the end of the schedule: ``l0`` (hard concrete, meets exact widths), ``hydra`` (scores under the
-            loss of training, weights wait meanwhile).
+            gates until the end of the schedule: ``l0`` (hard concrete, warns if they learn too little), ``hydra``
+            (scores under the loss of training, weights wait meanwhile).
         schedule: ``{"kind": "one_shot" | "iterative" | "cubic", "start": 0.1, "end": 0.6}``, shares of the training;
             default one_shot at 0.1.
         kinds: Which kinds of units may go: ``channels``, ``heads``, ``ffn``, ``hidden``.

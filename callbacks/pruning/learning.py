@@ -8,8 +8,9 @@ from typing import Any, Literal, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from robustdist._lightning import LightningModule, Trainer
+from robustdist._lightning import LightningModule, Trainer, rank_zero_warn
 from robustdist.callbacks.pruning.scoring import reduced_gradients
+from robustdist.errors import RobustDistWarning
 from robustdist.pruning.attention import slim
 from robustdist.pruning.cost import CostModel, keep_values
 from robustdist.pruning.gates import Gates, LearnedScores, fold
@@ -24,6 +25,8 @@ LearnedMethod: TypeAlias = Literal["l0", "hydra"]
 LEARNED = ("l0", "hydra")
 #: Share of the phase over which the constraint of L0 masks grows to the target.
 _WARMUP = 0.2
+#: How far from the target learned sparsity may be at the end before it is worth a warning.
+_FAR = 0.1
 
 
 class LearningPhase:
@@ -40,7 +43,7 @@ class LearningPhase:
         target: What is to be left.
         cost: Its cost.
         num_steps: Length of the phase in optimiser steps.
-        choose: Takes scores and returns the units that go; for ``hydra``.
+        choose: Takes scores and returns the units that go.
         seed: Seed of the draws.
         options: Further arguments of the method.
     """
@@ -109,16 +112,19 @@ class LearningPhase:
             self._scores.step(pending)
 
     def removed(self) -> Removed:
-        """Return the units that would go now."""
+        """Return the units that go at the end: by learned scores, as many as the target says, learned or not."""
         if self._masks is not None:
-            return self._masks.removed()
+            return self._choose(self._masks.scores()) if self._masks.widths is None else self._masks.removed()
         assert self._scores is not None
         tensors = named_tensors(self._module)
         return self._choose({group.name: self._scores.score(group, tensors) for group in self._groups})
 
     def finish(self, removed: Removed, copies: Sequence[nn.Module]) -> None:
         """Multiply what units that stay were multiplied by into the weights, of averaged copies too; end the gates."""
-        values = self._masks.values(removed) if self._masks is not None else {}
+        values = {}
+        if self._masks is not None:
+            self._tell_if_unfinished(self._masks)
+            values = self._masks.values(removed)
         self.close()
         for module in (self._module, *copies):
             fold(module, self._groups, values)
@@ -152,6 +158,19 @@ class LearningPhase:
         held = self._masks if self._masks is not None else self._scores
         assert held is not None
         held.load_state_dict(state)
+
+    @torch.no_grad()
+    def _tell_if_unfinished(self, masks: LearnedMasks) -> None:
+        expected, final, _ = masks.sparsities()
+        distance, worst = (final - expected).abs().max(0)
+        if distance > _FAR:
+            what = masks.target.name if masks.widths is None else f"group {masks.groups[int(worst)].name}"
+            rank_zero_warn(
+                f"method='l0': masks have learned to remove {float(expected[worst]):.2g} of {what}, "
+                f"{float(final[worst]):.2g} is wanted: what goes is chosen by unfinished scores; give more steps until "
+                f"schedule.end (now {self.num_steps}), a larger lr or a smaller warmup_steps in method_options",
+                category=RobustDistWarning,
+            )
 
     def _fixed(self) -> dict[str, Tensor]:
         if self._masks is not None:

@@ -46,6 +46,7 @@ def test_files_before_and_after_the_removal(tmp_path, monkeypatch):
         trainer.validate(module, loader(), ckpt_path=masked, verbose=False)
 
 
+@pytest.mark.filterwarnings("ignore:method='l0'")  # masks learn little in so few steps
 @pytest.mark.parametrize("step", [2, 6, 8, 12])
 @pytest.mark.parametrize(
     "options", [{"distill": 0.5}, {"method": "l0"}, {"method": "hydra"}], ids=["distilled", "l0", "hydra"]
@@ -150,5 +151,5 @@ def test_a_second_distillation_resumes_in_a_fresh_module(tmp_path, step):
         again = second(load_pruned(Module, tmp_path / "first.ckpt"), "again", file)
         assert replica_digest(again) == replica_digest(whole)
     else:
-        with pytest.raises(UsageError, match="the teacher in ckpt_path .* build a fresh Module"):
+        with pytest.raises(UsageError, match=r"the teacher in ckpt_path .* build a fresh Module"):
             second(load_pruned(Module, file), "refused", file)

@@ -42,6 +42,7 @@ def replica_digest_of_parameters(module):
     return replica_digest(spare)
 
 
+@pytest.mark.filterwarnings("ignore:method='l0'")  # masks learn little in so few steps
 @pytest.mark.parametrize("method", ["taylor", "bn_scale", "l0", "hydra"])
 def test_ranks_with_other_data_stay_equal(tmp_path, method):
     pl.seed_everything(0)

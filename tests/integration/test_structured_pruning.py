@@ -1,6 +1,7 @@
 """StructuredPruning in real fits of one process: masks, removal, learned masks, what follows."""
 
 import copy
+import re
 import warnings
 from typing import NamedTuple
 
@@ -19,7 +20,8 @@ from robustdist.callbacks import AdversarialTraining, StructuredPruning
 from robustdist.core.testing import toy_images
 from robustdist.errors import RobustDistWarning
 from robustdist.objectives import ConAdv
-from tests.integration.pruning_support import NUM_STEPS, SCHEDULE, Module, X, fitted, pruning, size, trainer_of
+from robustdist.pruning.cost import CostModel
+from tests.integration.pruning_support import NUM_STEPS, SCHEDULE, Module, X, fitted, loader, pruning, size, trainer_of
 from tests.unit.pruning.stacks import Block, HomeMade, HomeMadeModel, randomised
 
 
@@ -106,6 +108,7 @@ def test_masked_units_stay_masked(tmp_path):
     assert size(module) < 0.4 * size(Module())
 
 
+@pytest.mark.filterwarnings("ignore:method='l0'")  # masks learn little in so few steps
 @pytest.mark.parametrize("method", ["l0", "hydra"])
 def test_learned_masks_meet_exact_widths(tmp_path, method):
     """Every layer at its width, and gates that leave the function of the module as it was when they were fixed."""
@@ -128,6 +131,38 @@ def test_learned_masks_meet_exact_widths(tmp_path, method):
     net = module.net
     assert (net.conv1.out_channels, net.stem[0].out_channels, net.grouped.out_channels) == (3, 6, 6)
     assert torch.allclose(judge.small, callback.gated, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("target", "epochs", "learned"),
+    [
+        ({"macs": 0.5}, 2, r"0\.0\d+ of macs"),
+        ({"params": 0.5}, 2, r"0\.0\d+ of params"),
+        ({"width": 0.5}, 2, r"0\.0\d+ of group net\.\w+"),
+        ({"macs": 0.5}, 6, r"0\.[89]\d+ of macs"),  # too much, on the way down to the target
+        pytest.param({"macs": 0.5}, 16, "", marks=pytest.mark.slow),
+    ],
+)
+def test_a_short_training_of_masks_meets_its_target_and_says_what_was_learned(tmp_path, target, epochs, learned):
+    """A share is met by the scores of masks that are far from it, and that is told; near it nothing is said."""
+    pl.seed_everything(0)
+    module = Module(width=16)
+    x = X[:1]
+    dense = CostModel(module, [], lambda: module(x)).dense
+    callback = pruning(target=target, method="l0", schedule={"kind": "cubic", "start": 0.1, "end": 0.6})
+    trainer = trainer_of(tmp_path, [callback], max_epochs=epochs)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(module, loader())
+    told = [str(warning.message) for warning in caught if issubclass(warning.category, RobustDistWarning)]
+    left = CostModel(module, [], lambda: module(x)).dense
+    if "width" in target:
+        assert module.net.conv1.out_channels == 8
+    else:
+        (name,) = target
+        assert 0.42 < getattr(left, name) / getattr(dense, name) <= 0.5
+    assert len(told) == bool(learned)
+    assert all(re.search(f"{learned}, 0.5 is wanted.* more steps .* lr .* warmup_steps", text) for text in told), told
 
 
 def test_weights_wait_while_scores_are_learned(tmp_path):
