@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from robustdist.bench.codec_speed import codec_speed
-from robustdist.bench.comm_rows import PLAIN, ROWS, Row, chosen_rows, gradient_shapes
+from robustdist.bench.comm_rows import PLAIN, ROWS, Row, chosen_rows, gradient_shapes, low_rank_numbers
 from robustdist.bench.links import LINKS, Link, Links, open_links
 from robustdist.bench.machine import describe_machine
 from robustdist.bench.measure import spread
@@ -158,7 +158,7 @@ def _row(
     seconds = spread([visit["seconds"] for visit in own])
     formula = _formula(row, settings["numel"], settings["world_size"])
     payload = own[0]["payload_bytes"]
-    wire = payload if payload is not None else formula
+    wire = formula if payload is None else payload
     return {
         **found,
         "seconds": asdict(seconds),
@@ -166,9 +166,10 @@ def _row(
         "times_faster": asdict(spread(_speedups(own, visits))),
         "payload_bytes": payload,
         "formula_bytes": formula,
+        "ratio": dense_bytes(settings["numel"], settings["world_size"]) / wire,
         "nic_bytes": None if own[0]["nic_bytes"] is None else spread([visit["nic_bytes"] for visit in own]).median,
-        "times_wire": None if rate is None or wire is None else seconds.median * rate / (8 * wire),
-        "least_times_wire": None if rate is None or wire is None else seconds.min * rate / (8 * wire),
+        "times_wire": None if rate is None else seconds.median * rate / (8 * wire),
+        "least_times_wire": None if rate is None else seconds.min * rate / (8 * wire),
         "error": firsts[0]["firsts"][key]["error"],
         "identical": all(rank["firsts"][key]["identical"] for rank in firsts),
     }
@@ -183,15 +184,17 @@ def _speedups(own: Sequence[Mapping[str, Any]], visits: Sequence[Mapping[str, An
     return [spread(plain[visit["round"]]).median / visit["seconds"] for visit in own]
 
 
-def _formula(row: Row, numel: int, world_size: int) -> float | None:
-    """Payload bytes per rank; None for torch's PowerSGD, which has rules of its own."""
-    if row.kind == "engine":
-        codec = row.codec()
-        if isinstance(codec, PowerSGD):
-            factors = sum(codec.payload_bytes(shape) for shape in gradient_shapes(numel))
-            return 2 * (world_size - 1) / world_size * factors
-        return sent_bytes(codec, numel, world_size, choose(codec, numel, world_size))
-    return {"plain": dense_bytes(numel, world_size), "fp16": dense_bytes(numel, world_size) / 2}.get(row.kind)
+def _formula(row: Row, numel: int, world_size: int) -> float:
+    """Payload bytes per rank; for PowerSGD those of the factors, and of what is sent as it is."""
+    if row.kind == "plain":
+        return dense_bytes(numel, world_size)
+    if row.kind == "fp16":
+        return dense_bytes(numel, world_size) / 2
+    codec = None if row.kind == "powersgd" else row.codec()
+    if codec is None or isinstance(codec, PowerSGD):
+        numbers = sum(low_rank_numbers(codec, shape) for shape in gradient_shapes(numel))
+        return dense_bytes(numbers, world_size)
+    return sent_bytes(codec, numel, world_size, choose(codec, numel, world_size))
 
 
 def _print(console: Console, found: Mapping[str, Any]) -> None:
@@ -200,8 +203,8 @@ def _print(console: Console, found: Mapping[str, Any]) -> None:
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     table.add_column("row")
     for heading in (
-        "s", "min-max", "faster", "NIC MB\nper rank", "payload MB\nper rank", "formula\nMB", "s over\nwire s", "error",
-        "GB/s\nenc/dec",
+        "s", "min-max", "faster", "NIC MB\nper rank", "payload MB\nper rank", "formula\nMB", "ratio", "s over\nwire s",
+        "error", "GB/s\nenc/dec",
     ):  # fmt: skip
         table.add_column(heading, justify="right")
     for row in found["rows"]:
@@ -231,7 +234,8 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
         f"{seconds['min']:.2f}-{seconds['max']:.2f}",
         f"{row['times_faster']['median']:.2f}",
         *("-" if row[name] is None else f"{row[name] / 1e6:.2f}" for name in ("nic_bytes", "payload_bytes")),
-        "-" if row["formula_bytes"] is None else f"{row['formula_bytes'] / 1e6:.2f}",
+        f"{row['formula_bytes'] / 1e6:.2f}",
+        f"{row['ratio']:.1f}",
         "-" if row["times_wire"] is None else f"{row['times_wire']:.2f}",
         f"{row['error']:.2g}",
         "-" if speed is None else f"{4 / speed['encode']:.1f}/{4 / speed['decode']:.1f}",

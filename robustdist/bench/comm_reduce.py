@@ -12,8 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
-from robustdist.bench.comm_rows import ROWS, Row, gradient_shapes
+from robustdist.bench.comm_rows import HOOK_RANK, ROWS, SMALL, Row, gradient_shapes
 from robustdist.bench.links import sent_by, transfer_rate
+from robustdist.comm.cost import dense_bytes
 from robustdist.comm.engine import CommEngine
 from robustdist.core.rng import derive_seed
 
@@ -120,7 +121,7 @@ class Hook(Reducer):
         self.hook: Any = default_hooks.fp16_compress_hook
         if kind == "powersgd":
             self.judged = 2  # it sends the first two steps as they are
-            self.state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
+            self.state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=HOOK_RANK, start_powerSGD_iter=2)
             self.hook = powerSGD_hook.powerSGD_hook
 
     def warm_up(self, number: int) -> int:
@@ -135,12 +136,18 @@ class Hook(Reducer):
             if value.data_ptr() != bucket.buffer().data_ptr():
                 bucket.buffer().copy_(value)
 
+    def bytes_sent(self) -> float | None:
+        """Return what PowerSGD counts, in all-reduces of float32; the first steps, as they are, it does not count."""
+        if self.state is None:
+            return None
+        return dense_bytes(self.state.total_numel_after_compression, dist.get_world_size())
+
 
 class Engine(Reducer):
     """This package."""
 
     def __init__(self, row: Row) -> None:
-        self.engine = CommEngine(row.codec(), error_feedback=row.error_feedback)
+        self.engine = CommEngine(row.codec(), error_feedback=row.error_feedback, small=SMALL)
 
     def warm_up(self, number: int) -> int:
         """Return 2 with residuals: they take turns between two vectors."""

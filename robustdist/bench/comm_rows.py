@@ -4,17 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any, Literal
 
-from robustdist.comm import Compressor, make_compressor
+from robustdist.comm import Compressor, PowerSGD, make_compressor
 from robustdist.errors import UsageError
 
-__all__ = ["PLAIN", "ROWS", "Row", "chosen_rows", "gradient_shapes"]
+__all__ = ["HOOK_RANK", "PLAIN", "ROWS", "SMALL", "Row", "chosen_rows", "gradient_shapes", "low_rank_numbers"]
 
 _WIDTH = 1000
 
 #: Key of the row that ratios are to.
 PLAIN = "fp32"
+
+#: Tensors with fewer elements are not compressed by the engine.
+SMALL = 1024
+
+#: Rank of torch's PowerSGD hook.
+HOOK_RANK = 4
 
 
 @dataclass(frozen=True)
@@ -74,6 +81,29 @@ def gradient_shapes(numel: int) -> list[tuple[int, ...]]:
     rows, rest = divmod(numel, _WIDTH)
     matrices = [(min(_WIDTH, rows - row), _WIDTH) for row in range(0, rows, _WIDTH)]
     return [*matrices, *([(rest,)] if rest else [])]
+
+
+def low_rank_numbers(codec: PowerSGD | None, shape: Sequence[int]) -> int:
+    """Return how many numbers PowerSGD all-reduces for a gradient: those of P and Q, or the gradient as it is.
+
+    Args:
+        codec: This package's; None for torch's hook, which asks for half of the numbers or less, and takes no vectors.
+        shape: Shape of the gradient.
+
+    Example:
+        >>> [low_rank_numbers(PowerSGD(rank=4), shape) for shape in ((1000, 1000), (1000,))]
+        [8000, 1000]
+        >>> [low_rank_numbers(None, shape) for shape in ((1000, 1000), (9, 1000), (2000,))]
+        [8000, 4036, 2000]
+        >>> low_rank_numbers(None, (8, 1000))
+        8000
+    """
+    numel = prod(shape)
+    if codec is not None:
+        return codec.payload_bytes(shape) // 4 if numel >= SMALL else numel
+    rows, columns = shape[0], numel // shape[0]
+    factors = min(rows, columns, HOOK_RANK) * (rows + columns)
+    return factors if 2 * factors < numel else numel
 
 
 def chosen_rows(rows: Sequence[str] | None) -> list[str]:

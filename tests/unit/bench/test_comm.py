@@ -13,10 +13,12 @@ from pathlib import Path
 import pytest
 
 from robustdist.bench import bench_comm, comm
-from robustdist.bench.comm_reduce import make_buckets
+from robustdist.bench.comm_reduce import make_buckets, make_reducer
+from robustdist.bench.comm_rows import ROWS
 from robustdist.bench.links import Links, open_links
 from robustdist.bench.ranks import RanksError, run_task
 from robustdist.cli import main
+from robustdist.core.testing import run_ranks
 from robustdist.errors import UsageError
 
 # --- arguments
@@ -167,6 +169,33 @@ def test_a_ratio_is_to_the_reference_of_its_round():
     assert comm._speedups([visit for visit in visits if visit["row"] == "int8"], visits) == [4.0, 8.0]
 
 
+@pytest.mark.parametrize("key", ["powersgd", "torch_powersgd_one_bucket"])
+def test_low_rank_rows_count_the_bytes_of_the_factors(key):
+    # two matrices of rank 4 and a short vector
+    numel, world_size = 1_150_500, 2
+    settled = {"powersgd": 2, "torch_powersgd_one_bucket": 3}[key]
+    numbers = 4 * (1000 + 1000) + 4 * (150 + 1000) + 500
+
+    def sent(rank):
+        buckets = make_buckets(numel, one_bucket=True)
+        for bucket in buckets:
+            bucket.noise.normal_()
+        with make_reducer(ROWS[key]) as reducer:
+            counts = []
+            for step in range(settled + 2):
+                for bucket in buckets:
+                    bucket.refill()
+                reducer.reduce(buckets, step)
+                counts.append(reducer.bytes_sent())
+        return [later - sooner for sooner, later in zip(counts[settled - 1 :], counts[settled:], strict=False)]
+
+    formula = comm._formula(ROWS[key], numel, world_size)
+    assert formula == 4 * numbers
+    # the engine counts failed ranks in one number more per bucket
+    for counts in run_ranks(sent, world_size):
+        assert counts == pytest.approx([formula] * 2, abs=8)
+
+
 @pytest.mark.slow
 def test_figures_of_a_small_run(tmp_path, capfd):
     path = tmp_path / "comm.json"
@@ -187,6 +216,7 @@ def test_figures_of_a_small_run(tmp_path, capfd):
     assert rows["int8"]["payload_bytes"] == pytest.approx(numel + 4 * blocks, rel=0.01)
     assert rows["int8"]["formula_bytes"] == numel + 4 * blocks
     assert rows["fp32"]["formula_bytes"] == 4 * numel
+    assert rows["int8"]["ratio"] == pytest.approx(4 / (1 + 4 / 512), rel=0.01)
     assert len(found["visits"]) == 8
     if found["link"]["limit"] == "100mbit":
         assert found["link"]["bits_per_second"] == pytest.approx(96e6, rel=0.05)
