@@ -26,6 +26,7 @@ from robustdist.callbacks.pruning.surgery import (
     cut_in_fit,
 )
 from robustdist.callbacks.pruning.teacher import Teacher
+from robustdist.core.compiled import check_copies_are_their_own
 from robustdist.core.forward import Forward
 from robustdist.core.ranks import failing_together
 from robustdist.core.redirect import check_module_can_be_called
@@ -170,6 +171,7 @@ class StructuredPruning(Callback):
         if stage == "fit":
             with failing_together():
                 check_module_can_be_called(trainer.strategy, "StructuredPruning")
+                check_copies_are_their_own(pl_module, "StructuredPruning")
                 if self.removal == "scheduled":
                     check_all_can_follow(trainer)
                 self._teacher.enrol(trainer, pl_module)

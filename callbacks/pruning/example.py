@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from robustdist.core.batch import BatchAdapter
+from robustdist.core.compiled import uncompiled
 from robustdist.core.forward import Forward, bind_forward
 from robustdist.errors import UsageError
 from robustdist.pruning.example import with_rows
@@ -46,7 +47,8 @@ def forward_of(forward: Forward) -> Callable[[nn.Module, Any], Any]:
         if not isinstance(function, nn.Module):
             return function(example)
         arguments = arguments_of(function, example)
-        return function(**arguments) if isinstance(arguments, Mapping) else function(*arguments)
+        with uncompiled():
+            return function(**arguments) if isinstance(arguments, Mapping) else function(*arguments)
 
     return run
 

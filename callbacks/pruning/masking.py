@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from robustdist._lightning import LightningModule, Trainer
 from robustdist.callbacks.pruning.surgery import averaged_modules, check_hashes
+from robustdist.core.compiled import forget_compiled
 from robustdist.pruning import PruningRecipe, UnitMasks
 from robustdist.pruning.depth import skip_layers
 from robustdist.pruning.hidden import norms_over_survivors
@@ -27,6 +28,9 @@ class Masking:
         check_hashes(recipe)
         self._masks = UnitMasks(module, recipe)
         self._hooks = [*norms_over_survivors(module, recipe), *skip_layers(module, recipe.dropped_layers)]
+        self._module = module
+        if self._hooks:
+            forget_compiled(module)
         self.after_step(trainer)
         for average in averaged_modules(trainer):
             UnitMasks(average, recipe).apply()
@@ -42,5 +46,7 @@ class Masking:
 
     def end(self) -> None:
         """Take the hooks away."""
+        if self._hooks:
+            forget_compiled(self._module)
         while self._hooks:
             self._hooks.pop().remove()

@@ -8,6 +8,7 @@ from typing import Any
 
 from robustdist._lightning import LightningModule, Trainer
 from robustdist.callbacks.pruning.surgery import averages_of
+from robustdist.core.compiled import compiled_part, uncompiled
 from robustdist.core.redirect import StepInterceptor
 from robustdist.pruning.averaged_norms import AveragedNorms
 from robustdist.pruning.batch_norm import BatchNormRecalibration
@@ -70,18 +71,22 @@ class Recalibration:
     def _follow(self, trainer: Trainer, module: LightningModule, *, fresh: bool) -> None:
         averages = [average for average in averages_of(trainer) if average.use_buffers]
         self._copies = [AveragedNorms(module, average, self._own.names, fresh=fresh) for average in averages]
-        if self._copies:
+        if self._copies or compiled_part(module) is not None:
             self._strategy = trainer.strategy
             StepInterceptor.of(self._strategy).add(self._training_step, _ORDER)
 
     def _leave(self) -> None:
-        if self._copies:
+        if self._strategy is not None:
             StepInterceptor.of(self._strategy).remove(self._training_step)
+            self._strategy = None
         while self._copies:
             self._copies.pop().close()
 
     def _training_step(self, next_step: Callable[..., Any], batch: Any, /, *args: Any, **kwargs: Any) -> Any:
-        with ExitStack() as watching:
-            for copy in self._copies if self._own.names else ():
-                watching.enter_context(copy.watching())
+        with ExitStack() as here:
+            if self._own.names:
+                # a plain average depends on the number of batches, so that compiled code would break or grow with it
+                here.enter_context(uncompiled())
+                for copy in self._copies:
+                    here.enter_context(copy.watching())
             return next_step(batch, *args, **kwargs)

@@ -21,6 +21,7 @@ from robustdist._lightning import (
     rank_zero_warn,
 )
 from robustdist.callbacks.learner_tuning import LearnerTuning
+from robustdist.core.compiled import forget_compiled
 from robustdist.core.ranks import gathered
 from robustdist.errors import RobustDistWarning, UsageError
 from robustdist.pruning import PruningRecipe, optimizers_follow
@@ -55,6 +56,7 @@ def cut_in_fit(trainer: Trainer, module: LightningModule, recipe: PruningRecipe)
         strategy.model = module
         gc.collect()  # DDP is in a cycle with its own hooks; while it lives, so do the graph nodes with the old shapes
     recipe.apply(module)
+    forget_compiled(module)
     check_no_graph_is_held(module)
     reset = optimizers_follow(trainer.optimizers, module, recipe, shapes)
     for average in averaged_modules(trainer):

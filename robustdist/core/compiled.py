@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -10,7 +12,16 @@ from torch import Tensor, nn
 
 from robustdist.errors import UsageError
 
-__all__ = ["CompiledForward", "check_double_backward", "compiled_part"]
+__all__ = [
+    "CompiledForward",
+    "check_copies_are_their_own",
+    "check_double_backward",
+    "compiled_part",
+    "forget_compiled",
+    "uncompiled",
+]
+
+_METHODS = ("forward", "training_step")
 
 
 def compiled_part(module: nn.Module) -> str | None:
@@ -20,12 +31,47 @@ def compiled_part(module: nn.Module) -> str | None:
     """
     name: str
     for name, part in module.named_modules():
-        methods = (getattr(part, method, None) for method in ("forward", "training_step"))
+        methods = (getattr(part, method, None) for method in _METHODS)
         if getattr(part, "_compiled_call_impl", None) is not None or any(
             hasattr(method, "_torchdynamo_orig_callable") for method in methods
         ):
             return name
     return None
+
+
+@contextmanager
+def uncompiled() -> Iterator[None]:
+    """Run compiled modules as they were written: for graphs to follow, hooks to see, and copies not worth compiling."""
+    if "torch._dynamo" not in sys.modules:  # then nothing is compiled; importing it takes seconds
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+def forget_compiled(module: nn.Module) -> None:
+    """Compile anew at the next call, if a part of ``module`` is compiled: code does not notice that hooks changed."""
+    if compiled_part(module) is not None:
+        torch.compiler.reset()
+
+
+def check_copies_are_their_own(module: nn.Module, option: str) -> None:
+    """Refuse modules whose copies would run the original: a compiled method on the instance is bound to it.
+
+    ``torch.compile(part)`` and ``part.compile()`` are no such methods.
+
+    Raises:
+        UsageError: Naming ``option`` and the part.
+    """
+    for name, part in module.named_modules():
+        if hasattr(part, "_orig_mod"):  # torch's wrapper, whose copies wrap copies
+            continue
+        if any(hasattr(vars(part).get(method), "_torchdynamo_orig_callable") for method in _METHODS):
+            what = f"methods of its part {name!r}" if name else "methods of the module"
+            raise UsageError(
+                f"{option} tries things on copies, but {what} were compiled, which stay with the original: give fit "
+                "the module itself and compile what is inside it, self.net.compile() in __init__ for example"
+            )
 
 
 def check_double_backward(module: nn.Module, option: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -52,25 +52,20 @@ class AveragedNorms:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Repeat calls of the module on the copy."""
-        handles = []
-        for path in self._path:
-            part = self._module.get_submodule(path)
-            copied = self._average.module.get_submodule(path)
-            handles += [
-                part.register_forward_pre_hook(
+        """Repeat calls of the module on the copy; nothing must run compiled, for code that is has no hooks."""
+        self._depth = 0
+        with ExitStack() as undo:
+            for path in self._path:
+                part, copied = self._module.get_submodule(path), self._average.module.get_submodule(path)
+                before = part.register_forward_pre_hook(
                     lambda _, given, named, copied=copied: self._enter(copied, given, named),
                     prepend=True,
                     with_kwargs=True,
-                ),
-                part.register_forward_hook(lambda *_: self._leave(), always_call=True),
-            ]
-        self._depth = 0
-        try:
+                )
+                after = part.register_forward_hook(lambda *_: self._leave(), always_call=True)
+                undo.callback(before.remove)
+                undo.callback(after.remove)
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def settle(self) -> None:
         """After a batch: take the module's own statistics, if no call could be repeated."""

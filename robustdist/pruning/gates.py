@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from robustdist.core.compiled import forget_compiled
 from robustdist.errors import UsageError
 from robustdist.pruning.depth import BlockGate
 from robustdist.pruning.groups import Member, UnitGroup
@@ -73,6 +74,7 @@ class Gates:
                     gate = BlockGate(partial(self._value, group.name, unit), block)
                     self._handles.append(block.register_forward_hook(gate, with_kwargs=True))
             self.installed = True
+            forget_compiled(self._module)
         return self
 
     def _value(self, group: str, unit: int) -> Tensor | None:
@@ -84,6 +86,8 @@ class Gates:
     def remove(self) -> None:
         """Take the gates away, also out of effect in copies of the module."""
         self.installed = False
+        if self._handles:
+            forget_compiled(self._module)
         while self._handles:
             self._handles.pop().remove()
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from robustdist.core.compiled import uncompiled
 from robustdist.core.guard import ordinary_tensors
 
 __all__ = ["call", "spare_copy", "undisturbed"]
@@ -33,12 +34,13 @@ def call(module: nn.Module, example: Any) -> Any:
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """Allow gradients, whatever the caller does; keep random numbers and warnings to ourselves."""
+    """Allow gradients, whatever the caller does; keep random numbers and warnings to ourselves; compile nothing."""
     with (
         torch.inference_mode(False),
         torch.enable_grad(),
         torch.random.fork_rng(devices=[]),
         warnings.catch_warnings(),
+        uncompiled(),
     ):
         warnings.simplefilter("ignore")
         yield

@@ -114,7 +114,11 @@ FOREIGN_PRIVATE: dict[str, set[str]] = {
     "bench.measure": {"_C", "_current_graph_task_id"},  # torch: which run of the autograd engine a hook is in
     "bench.ranks": {"_exit"},  # os: at once, while another thread waits for the network
     "core.containers": {"_fields", "_replace"},  # named tuples: documented, public in spite of the underscore
-    "core.compiled": {"_compiled_call_impl", "_torchdynamo_orig_callable"},  # what torch.compile leaves behind
+    "core.compiled": {
+        "_compiled_call_impl",
+        "_orig_mod",
+        "_torchdynamo_orig_callable",
+    },  # what torch.compile leaves behind
     "core.folding": {"_backward_hooks", "_backward_pre_hooks", "_forward_hooks", "_forward_pre_hooks"},  # Module
     "core.guard": {"_buffers", "_fields"},  # torch.nn.Module, named tuples
     "core.muted": {"_modules"},  # torch.nn.Module
