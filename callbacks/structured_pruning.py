@@ -70,7 +70,7 @@ class StructuredPruning(Callback):
         schedule: ``{"kind": "one_shot" | "iterative" | "cubic", "start": 0.1, "end": 0.6}``, shares of the training;
             default one_shot at 0.1.
         kinds: Which kinds of units may go: ``channels``, ``heads``, ``ffn``, ``hidden``.
-        ignore: Patterns of group names (see ``robustdist plan``) that stay whole.
+        ignore: Patterns of names of groups (see ``robustdist plan``) and of untraceable parts that stay whole.
         round_to: Widths are multiples of it where there are more units.
         uniform: Keep the same share in every layer, instead of one threshold for all.
         min_units: Units that stay in every group; exact widths go before it.
@@ -209,8 +209,9 @@ class StructuredPruning(Callback):
         with failing_together():
             example = example_of(pl_module, batch, self.input_key)
             forward = forward_of(self.forward)
-            found = discover(pl_module, example, forward=forward, kinds=self.kinds)
-            groups = chosen_groups(found, self.ignore)
+            notes: dict[str, str] = {}
+            options: Any = {"kinds": self.kinds, "ignore": self.ignore, "refused": notes}
+            groups = chosen_groups(discover(pl_module, example, forward=forward, **options), self.ignore, notes)
             self._tensors = named_tensors(pl_module)
             self._cost = CostModel(pl_module, groups, lambda: forward(pl_module, with_rows(example, 1)))
             if self.target.name == "latency_ms":

@@ -35,8 +35,8 @@ def plan_of(pruning: StructuredPruning, module: nn.Module, batch: Any) -> Prunin
     """
     example, forward = example_of(module, batch, pruning.input_key), forward_of(pruning.forward)
     refused: dict[str, str] = {}
-    found = discover(module, example, forward=forward, kinds=pruning.kinds, refused=refused)
-    groups = chosen_groups(found, pruning.ignore)
+    found = discover(module, example, forward=forward, kinds=pruning.kinds, ignore=pruning.ignore, refused=refused)
+    groups = chosen_groups(found, pruning.ignore, refused)
     tensors = named_tensors(module)
     criterion = Magnitude()
     cost = CostModel(module, groups, lambda: forward(module, with_rows(example, 1)))

@@ -33,6 +33,7 @@ def discover(
     *,
     forward: Callable[[nn.Module, Any], Any] | None = None,
     kinds: Collection[Kind] = ("channels", "heads", "ffn"),
+    ignore: Sequence[str] = (),
     refused: dict[str, str] | None = None,
 ) -> list[UnitGroup]:
     """Return the groups of units that can be removed from ``module``, which is not touched.
@@ -49,6 +50,7 @@ def discover(
         forward: Maps (module, example) to the output; default ``module(example)``.
         kinds: What to look for. ``hidden``, the width of a residual stream, and ``layers``, whole blocks, are not
             looked for by default.
+        ignore: Patterns of paths of parts that are left whole if they cannot be traced.
         refused: Path or group name -> why it cannot be pruned, filled.
 
     Raises:
@@ -60,7 +62,8 @@ def discover(
     convolutions = sum(isinstance(layer, DIRECT) for layer in module.modules())
     if "channels" in kinds and (not groups or convolutions > 1):  # one alone cuts an image into patches
         claimed = {member.tensor for group in groups for member in group.members}
-        traced = [group for group in traced_groups(module, example, forward=forward) if group.kind in kinds]
+        traced = traced_groups(module, example, forward=forward, ignore=ignore, refused=notes)
+        traced = [group for group in traced if group.kind in kinds]
         groups += [group for group in traced if claimed.isdisjoint(member.tensor for member in group.members)]
     if example is not None:
         right = check_groups(module, groups, example, forward=forward)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from typing import Any
@@ -12,6 +12,7 @@ from robustdist.pruning.cost import Cost, CostModel
 from robustdist.pruning.groups import Kind, UnitGroup
 from robustdist.pruning.projections import is_below
 from robustdist.pruning.selection import Removed, Target
+from robustdist.pruning.untraceable import covers
 
 __all__ = ["PlannedGroup", "PruningPlan", "chosen_groups", "whole_by"]
 
@@ -118,18 +119,22 @@ def _planned(group: UnitGroup, units: Sequence[int], rules: Mapping[str, str], g
     )
 
 
-def chosen_groups(found: Sequence[UnitGroup], ignore: Sequence[str] = ()) -> list[UnitGroup]:
+def chosen_groups(
+    found: Sequence[UnitGroup], ignore: Sequence[str] = (), refused: Iterable[str] = ()
+) -> list[UnitGroup]:
     """Return the groups that may lose units.
 
     Args:
         found: All groups of the model.
-        ignore: Patterns of names of groups that stay whole.
+        ignore: Patterns of names of groups that stay whole, or of parts that cannot be pruned.
+        refused: Paths of these parts.
 
     Raises:
         UsageError: If a pattern matches nothing, or nothing is left.
     """
     for pattern in ignore:
-        if not any(fnmatch(group.name, pattern) for group in found):
+        matches = any(fnmatch(group.name, pattern) for group in found)
+        if not matches and not any(covers([pattern], path) for path in refused):
             names = ", ".join(group.name for group in found[:8])
             raise UsageError(f"ignore={pattern!r} matches no group: they are {names}")
     groups = [group for group in found if not any(fnmatch(group.name, pattern) for pattern in ignore)]

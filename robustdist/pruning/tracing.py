@@ -7,7 +7,7 @@ additions, concatenations and reshapes. Only that is used of it: it touches a co
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from robustdist.pruning.example import tensors_in
 from robustdist.pruning.groups import Kind, Member, Role, UnitGroup
 from robustdist.pruning.layers import CHANNEL_NORMS, CONVOLUTIONS, TRANSPOSED, is_depthwise
 from robustdist.pruning.spare import call, spare_copy, undisturbed
+from robustdist.pruning.untraceable import covers, cut_off, untraceable_parts
 
 __all__ = ["traced_groups"]
 
@@ -28,31 +29,44 @@ _OVER_CHANNELS = (nn.LayerNorm, nn.RMSNorm)
 
 
 def traced_groups(
-    module: nn.Module, example: Any, *, forward: Callable[[nn.Module, Any], Any] | None = None
+    module: nn.Module,
+    example: Any,
+    *,
+    forward: Callable[[nn.Module, Any], Any] | None = None,
+    ignore: Sequence[str] = (),
+    refused: dict[str, str] | None = None,
 ) -> list[UnitGroup]:
     """Find the channels of ``module`` that are coupled. The module is not touched.
 
     Groups that reach the output, or a layer that cannot lose channels (LSTM, GroupNorm), are left out. Those through a
-    LayerNorm have kind "hidden".
+    LayerNorm have kind "hidden". Parts that cannot be traced are left out if ``ignore`` says so; nothing in them goes,
+    nor what they read.
 
     Args:
         module: Any module with convolutions or linear layers, frozen ones included.
         example: An input batch; small is enough.
         forward: Maps (module, example) to the output; default ``module(example)``.
+        ignore: Patterns of paths of parts that need not be traced.
+        refused: Path -> reason, filled with the parts that were not, and layers whose channels cannot be followed.
 
     Raises:
         UsageError: If torch-pruning is missing, or the model cannot be traced.
     """
+    run, notes = forward or call, {} if refused is None else refused
     with undisturbed():
         spare = spare_copy(module)
-    graph = _dependency_graph(spare, example, forward or call)
+        graph = _dependency_graph(spare, lambda: run(spare, example), ignore, notes)
     names = {id(layer): path for path, layer in spare.named_modules()}
     names |= {id(parameter): path for path, parameter in spare.named_parameters()}
     groups, seen = [], set[str]()
     for path, layer in spare.named_modules():
         if not isinstance(layer, _ROOTS) or path in seen or layer not in graph.module2node:
             continue
-        group = _Walk(graph, names, path, layer)
+        try:
+            group = _Walk(graph, names, path, layer)
+        except Exception as error:  # torch-pruning lost its way, as it does in some reshapes
+            notes[path] = f"its channels cannot be followed ({type(error).__name__}: {error})"
+            continue
         seen |= group.producers
         built = group.build()
         if built is not None:
@@ -60,7 +74,29 @@ def traced_groups(
     return groups
 
 
-def _dependency_graph(spare: nn.Module, example: Any, forward: Callable[[nn.Module, Any], Any]) -> Any:
+def _dependency_graph(spare: nn.Module, run: Callable[[], Any], ignore: Sequence[str], refused: dict[str, str]) -> Any:
+    try:
+        return _built(spare, run)
+    except UsageError:
+        raise
+    except Exception as error:  # whatever torch-pruning, or the model on this example, cannot do
+        paths, runs = untraceable_parts(spare, run, _built, type(error))
+        reason = f"{type(error).__name__}: {error}"
+        if runs and paths and all(covers(ignore, path) for path in paths):
+            refused.update(dict.fromkeys(paths, f"it cannot be traced ({reason}), and ignore leaves it out"))
+            with cut_off(spare, paths) as given:
+                return _built(spare, lambda: [run(), given])
+        where = f"{type(spare).__name__} cannot be traced{' in ' if paths else ''}{', '.join(paths)} ({reason})"
+        if runs and paths:
+            raise UsageError(f"{where}: ignore={paths} leaves these parts, and what they read, whole") from error
+        raise UsageError(
+            f"{where}: give example and forward that run in eval mode, or put the part that cannot be traced outside "
+            "of the pruned module"
+        ) from error
+
+
+def _built(part: nn.Module, run: Callable[[], Any]) -> Any:
+    """Return torch-pruning's graph of ``part``, which ``run`` calls."""
     try:
         import torch_pruning
     except ModuleNotFoundError as error:
@@ -69,24 +105,9 @@ def _dependency_graph(spare: nn.Module, example: Any, forward: Callable[[nn.Modu
         ) from error
 
     def with_graph(net: nn.Module, x: Any) -> list[Tensor]:
-        return [tensor for tensor in tensors_in(forward(net, x)) if tensor.requires_grad]
+        return [tensor for tensor in tensors_in(run()) if tensor.requires_grad]
 
-    with undisturbed():
-        try:
-            return torch_pruning.DependencyGraph().build_dependency(
-                spare,
-                example,
-                forward_fn=with_graph,
-                verbose=False,
-            )
-        except UsageError:
-            raise
-        except Exception as error:
-            # whatever torch-pruning, or the model on this example, cannot do
-            raise UsageError(
-                f"{type(spare).__name__} cannot be traced ({type(error).__name__}: {error}): give example and forward "
-                "that run in eval mode, or put the part that cannot be traced outside of the pruned module"
-            ) from error
+    return torch_pruning.DependencyGraph().build_dependency(part, None, forward_fn=with_graph, verbose=False)
 
 
 class _Walk:

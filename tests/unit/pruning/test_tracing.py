@@ -7,6 +7,7 @@ from torch import nn
 from robustdist.errors import UsageError
 from robustdist.pruning import PruningRecipe, compile_recipe, discover, traced_groups
 from robustdist.pruning.masks import mask_units
+from robustdist.pruning.plan import chosen_groups
 from tests.unit.pruning.nets import Residual, unsettled
 
 IMAGES = torch.randn(2, 1, 8, 8, generator=torch.Generator().manual_seed(0))
@@ -163,6 +164,53 @@ def test_what_cannot_lose_channels_is_left_whole(make, expected):
 def test_a_model_that_does_not_run_is_refused():
     with pytest.raises(UsageError, match=r"Linear cannot be traced \(RuntimeError.*give example"):
         discover(nn.Linear(3, 2), IMAGES)
+
+
+@pytest.mark.slow
+def test_parts_that_cannot_be_traced_are_named_and_left_whole_if_asked():
+    from torchvision.models import ShuffleNetV2
+
+    torch.manual_seed(0)
+    net, images = unsettled(ShuffleNetV2([4, 8, 4], [8, 16, 24, 32, 48], 5)), torch.randn(2, 3, 32, 32)
+    message = (
+        r"ShuffleNetV2 cannot be traced in stage2, stage3, stage4 \(ZeroDiv.*ignore=\['stage2', 'stage3', 'stage4'\]"
+    )
+    for ignore in ([], ["conv5*"], ["stage2"]):
+        with pytest.raises(UsageError, match=message):
+            discover(net, images, ignore=ignore)
+    refused: dict[str, str] = {}
+    groups = discover(net, images, ignore=["stage*"], refused=refused)
+    assert [(group.name, group.size) for group in groups] == [("conv5.0", 48)]
+    assert list(refused) == ["stage2", "stage3", "stage4"]
+    assert [group.name for group in chosen_groups(groups, ["stage*"], refused)] == ["conv5.0"]
+    masked, small = masked_and_small(net, groups, removed_units(groups, 0.5))
+    assert torch.allclose(masked(images), small(images), atol=1e-5)
+    # in one that does not run the part that fails is named; there is nothing that ignore could do
+    with pytest.raises(UsageError, match=r"cannot be traced in conv1.0 \(RuntimeError.*give example"):
+        discover(net, torch.randn(2, 1, 32, 32), ignore=["conv1"])
+
+
+class Shuffle(nn.Module):
+    """Mixes halves of the channels, of which torch-pruning makes more than there are."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.conv = nn.Conv2d(width // 2, width // 2, 1)
+
+    def forward(self, x):
+        left, right = x.chunk(2, 1)
+        x = torch.cat([left, self.conv(right)], 1)
+        return x.unflatten(1, (2, x.shape[1] // 2)).transpose(1, 2).flatten(1, 2)
+
+
+def test_channels_that_cannot_be_followed_leave_the_others():
+    torch.manual_seed(0)
+    top = [nn.Conv2d(12, 16, 1), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, 4)]
+    net = unsettled(nn.Sequential(nn.Conv2d(1, 8, 3), nn.ReLU(), nn.Conv2d(8, 12, 3), Shuffle(12), Shuffle(12), *top))
+    refused: dict[str, str] = {}
+    groups = discover(net, IMAGES, refused=refused)
+    assert [(group.name, group.size) for group in groups] == [("0", 8), ("5", 16)]
+    assert "cannot be followed" in refused["2"]
 
 
 def test_nothing_to_remove_is_said():
