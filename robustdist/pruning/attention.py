@@ -45,7 +45,7 @@ class SlimMultiheadAttention(nn.MultiheadAttention):
             raise RuntimeError("Need attn_mask if specifying the is_causal hint.")
         batched = query.dim() == 3
         q, k, v = (self._batch_first(x, batched) for x in self._projected(query, key, value))
-        batch = len(q)
+        batch = q.shape[0]  # of any size in an export, where len() fixes it
         extra = 0
         if self.bias_k is not None and self.bias_v is not None:
             k = torch.cat([k, self.bias_k.expand(batch, 1, -1)], 1)

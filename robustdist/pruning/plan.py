@@ -94,7 +94,7 @@ class PruningPlan:
         """Return plain values."""
         return {
             "model": self.model,
-            "target": {self.target.name: dict(self.target.shape) or self.target.value},
+            "target": dict(self.target.shape) or {self.target.name: self.target.value},
             "scores": self.scores,
             "groups": [
                 {**vars(group), "members": list(group.members), "layers": list(group.layers)} for group in self.groups

@@ -57,7 +57,8 @@ class Target:
         names = set(target)
         if names and names <= set(get_args(Kind)):
             for kind, width in target.items():
-                if isinstance(width, bool) or not isinstance(width, int) or width < 0:
+                # configuration files bring 6 as 6.0
+                if isinstance(width, bool) or not isinstance(width, (int, float)) or width < 0 or width % 1:
                     raise UsageError(f"target {kind}={width!r} must be a whole number of units that stay in each layer")
                 if kind == "layers" and not width:
                     raise UsageError("target layers=0 would leave no layer: give the number that stays, at least 1")

@@ -32,7 +32,7 @@ def plan_tables(plan: Mapping[str, Any]) -> list[RenderableType]:
     groups = plain_table(
         f"What StructuredPruning(target={{{target}}}) finds in {plan['model']}",
         f"units ranked by {plan['scores']} of the weights before training: the fit ranks them by its own method, so "
-        "widths may come out differently where one threshold goes for all groups",
+        "other layers may go, and widths may come out differently where one threshold goes for all groups",
     )
     groups.add_column("group", overflow="fold")
     groups.add_column("kind")

@@ -37,6 +37,15 @@ class Small(pl.LightningModule):
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
+class Deep(Small):
+    def __init__(self):
+        super().__init__()
+        layer = torch.nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        self.net = torch.nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
+
+    def forward(self, x):
+        return self.net(x.flatten(1, 2)).mean(1)
+
 class Untraceable(Small):
     def forward(self, x):
         raise RuntimeError("the sparse kernel wants a GPU")
@@ -86,6 +95,23 @@ def test_groups_and_sizes_on_the_screen(plan):
     assert int(params.replace(",", "")) == dense > int(pruned.replace(",", ""))
     share = float(re.search(r"MACs .+? ([\d.]+)%", out).group(1))
     assert 30 < share <= 50
+
+
+@pytest.mark.slow
+def test_layers_by_configuration(plan):
+    option = "--trainer.callbacks.target={layers: 2, heads: 1}"
+    status, out, lines = plan("Deep", True, option, "--trainer.callbacks.ignore=[]")
+    assert (status, lines) == (0, [])
+    told = " ".join(out.split())
+    assert "target={heads: 1, layers: 2}" in told
+    gone = re.search(r"net.layers layers 4 -> 2 (net.layers.[123]), (net.layers.[123]) ", told).groups()
+    assert len(set(gone)) == 2
+    assert told.count("goes with net.layers") == 4
+    status, _, lines = plan("Deep", True, "--trainer.callbacks.target={layers: 5}", "--trainer.callbacks.ignore=[]")
+    assert status == 2
+    assert "target layers=5 does not fit group net.layers, which can have 1 to 4" in lines[0]
+    status, _, lines = plan("Small", True, "--trainer.callbacks.target={layers: 1}", "--trainer.callbacks.ignore=[]")
+    assert "Small has no layers that can go" in lines[0]
 
 
 @pytest.mark.slow

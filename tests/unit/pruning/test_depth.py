@@ -14,7 +14,7 @@ from robustdist.pruning.depth import layer_groups, skip_layers
 from robustdist.pruning.export import export_module
 from robustdist.pruning.importance import Magnitude, Taylor, named_tensors
 from tests.unit.pruning.stacks import Block, HomeMade, HomeMadeModel, draw, masked_and_removed, randomised
-from tests.unit.pruning.test_transformers import FAMILY, HUGGING_FACE, IDS, outputs
+from tests.unit.pruning.test_transformers import FAMILY, HUGGING_FACE, IDS, OWN, outputs
 
 KINDS = ("heads", "ffn", "layers")
 
@@ -203,10 +203,13 @@ def test_a_skipped_layer_of_another_precision():
 
 
 @pytest.mark.slow
-def test_onnx_without_layers(tmp_path, require):
+@pytest.mark.parametrize("make", ["home-made", "TransformerEncoder"])
+def test_onnx_without_layers(tmp_path, require, make):
     require("onnxscript")
     require("onnxruntime")
-    model = deep(4)
-    groups = discover(model, IDS, kinds=KINDS)
-    compile_recipe(model, groups, draw(groups, 0.5)).apply(model)
-    assert export_module(model, IDS, tmp_path / "net.onnx", format="onnx").difference < 1e-4
+    build, x, _ = OWN[make]
+    model = build()
+    groups = discover(model, x, kinds=KINDS)
+    removed = draw([group for group in groups if not group.layers], 0.5)
+    compile_recipe(model, groups, removed | {groups[-1].name: [1]}).apply(model)
+    assert export_module(model.eval(), x, tmp_path / "net.onnx", format="onnx").difference < 1e-4

@@ -183,6 +183,8 @@ def test_targets_are_checked(target, message):
 def test_targets_are_read():
     assert Target.parse({"macs": "1/2"}) == Target("macs", 0.5)
     assert Target.parse({"ffn": 768, "heads": 6}).shape == {"heads": 6, "ffn": 768}
+    from_a_file = Target.parse({"heads": 6.0, "layers": 4.0}).shape
+    assert repr(from_a_file) == "{'heads': 6, 'layers': 4}"
 
 
 def test_wrong_input_is_named(model):
