@@ -74,7 +74,8 @@ class Gates:
                     gate = BlockGate(partial(self._value, group.name, unit), block)
                     self._handles.append(block.register_forward_hook(gate, with_kwargs=True))
             self.installed = True
-            forget_compiled(self._module)
+            if self._handles:
+                forget_compiled(self._module)
         return self
 
     def _value(self, group: str, unit: int) -> Tensor | None:

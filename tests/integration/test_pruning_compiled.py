@@ -104,6 +104,24 @@ def test_code_compiled_in_an_earlier_fit_gets_norms_over_survivors(tmp_path):
     assert_equal(*modules)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["taylor", "hydra"])
+def test_code_compiled_in_an_earlier_fit_gets_gates_on_layers_and_skips_them(tmp_path, method):
+    ids = torch.randint(20, (32, 7), generator=torch.Generator().manual_seed(0))
+    data, modules = DataLoader(TensorDataset(ids, ids[:, 0] % 5), 8), []
+    for compiled in (False, True):
+        torch.compiler.reset()
+        modules.append(Module())
+        modules[-1].net = randomised(HomeMadeModel([Block(HomeMade()) for _ in range(4)])).train()
+        if compiled:
+            modules[-1].net.compile(backend="eager")
+        trainer_of(tmp_path, [], max_epochs=1).fit(modules[-1], data)
+        callback = pruning(target={"layers": 2}, method=method, report=False)
+        trainer_of(tmp_path, [callback], max_epochs=4).fit(modules[-1], data)
+    assert modules[0].pruning_recipe.dropped_layers == modules[1].pruning_recipe.dropped_layers
+    assert_equal(*modules)
+
+
 def test_methods_compiled_on_the_module_are_refused(tmp_path):
     with pytest.raises(UsageError, match="methods of the module were compiled, which stay with the original"):
         trainer_of(tmp_path, [pruning()]).fit(torch.compile(Module(), backend="eager"), loader())
