@@ -135,7 +135,7 @@ def test_passes_equal_the_theory(tiny, require, keys, forwards, weight_backwards
         # FGSM, two gradients, the update; the second gradient is differentiated again
         ("grad_align", 4, 5, 2),
         # start, z (differentiated again), delta* with its sensitivity
-        ("fast_bat", 3, 5, 2),
+        ("fast_bat", 3, 4, 2),
     ],
 )
 def test_passes_of_objectives_equal_the_theory(tiny, key, forwards, backwards, weight_backwards):

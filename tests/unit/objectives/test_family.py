@@ -97,7 +97,7 @@ ROWS = [
         "FastBAT-direct",
         lambda: FastBAT("1/4", implicit_weight=0.0),
         ("own",),
-        "ggg",
+        "ggt",
         "FastBAT(step=0.25, step_factor=2.0, implicit_weight=0.0)",
         targets=None,
         plain=True,
