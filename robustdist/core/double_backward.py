@@ -208,8 +208,9 @@ class _BatchNormGradient(Function):
         )
         count = x.numel() // x.shape[1]
         mean_v, mean_g, a, b = sum_v / count, sum_g / count, sum_vx / count, sum_gx / count
-        mean_vg = torch.linalg.vecdot(v.flatten(2), grad.flatten(2)).sum(0) / count
-        s = mean_vg - mean_v * mean_g - a * b
+        ones = torch.ones_like(inv_std)
+        sum_vg = _batch_norm_backward(v, grad, weight, None, None, mean_g, ones, True, ctx.eps, [False, True, False])[1]
+        s = sum_vg / count - a * b
         of_weight = count * inv_std * s
 
         def per_channel(values: Tensor) -> Tensor:
