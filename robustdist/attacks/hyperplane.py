@@ -45,38 +45,42 @@ def shortest_step(x: Tensor, w: Tensor, gap: Tensor, norm: Norm, bounds: Bounds)
     else:
         room = torch.where(slope > 0, bounds[1] - flat, flat - bounds[0]).clamp_(min=0)
     # an entry that does not move the value stays where it is
-    room = room.masked_fill(slope == 0, 0.0)
-    weight = slope.abs()
-    find = _greedy if norm == "l1" else _proportional
-    profile = weight if norm == "l2" else torch.ones_like(weight)
-    return (find(weight, profile, room, gap.abs()[:, None]) * slope.sign()).view_as(x)
+    room = torch.where(slope == 0, 0.0, room)
+    weight, size = slope.abs(), gap.abs()[:, None]
+    if norm == "l1":
+        step = _greedy(weight, room, size)
+    else:
+        step = _proportional(weight, weight if norm == "l2" else None, room, size)
+    return (step * slope.sign()).view_as(x)
 
 
-def _proportional(weight: Tensor, profile: Tensor, room: Tensor, gap: Tensor) -> Tensor:
-    """Return ``min(t * profile, room)`` with the smallest ``t`` at which it is worth ``gap``.
+def _proportional(weight: Tensor, profile: Tensor | None, room: Tensor, gap: Tensor) -> Tensor:
+    """Return ``min(t * profile, room)`` with the smallest ``t`` at which it is worth ``gap``; None: profile 1.
 
     The value is concave in ``t``, so Newton's method started at the left end rises to the solution and reaches it
     exactly once it has passed all entries that meet the box.
     """
     tiny = torch.finfo(weight.dtype).tiny
-    gain = weight * profile
+    gain = weight if profile is None else weight * profile
+    most = weight * room
     t = gap / gain.sum(1, keepdim=True).clamp(min=tiny)
     for _ in range(_MAX_ROUNDS):
         met = _along(t, profile) >= room
-        rest = gap - (weight * room).masked_fill(~met, 0.0).sum(1, keepdim=True)
-        further = torch.maximum(t, rest / gain.masked_fill(met, 0.0).sum(1, keepdim=True).clamp(min=tiny))
+        # where, not masked_fill, which is not vectorised on the CPU; not a product, as room may be infinite
+        rest = gap - torch.where(met, most, 0.0).sum(1, keepdim=True)
+        further = torch.maximum(t, rest / torch.where(met, 0.0, gain).sum(1, keepdim=True).clamp(min=tiny))
         if torch.equal(further, t):
             break
         t = further
     return torch.minimum(_along(t, profile), room)
 
 
-def _along(t: Tensor, profile: Tensor) -> Tensor:
+def _along(t: Tensor, profile: Tensor | None) -> Tensor:
     """Return ``t * profile``, 0 for an entry that does not move also where ``t`` has overflowed."""
-    return torch.where(profile > 0, t * profile, torch.zeros_like(profile))
+    return t if profile is None else torch.where(profile > 0, t * profile, 0.0)
 
 
-def _greedy(weight: Tensor, profile: Tensor, room: Tensor, gap: Tensor) -> Tensor:
+def _greedy(weight: Tensor, room: Tensor, gap: Tensor) -> Tensor:
     """Return entries at ``room`` in falling order of ``weight`` until they are worth ``gap``, the last one in part."""
     ordered, order = weight.sort(dim=1, descending=True)
     most = room.gather(1, order)

@@ -65,6 +65,7 @@ class Problem:
         search: A cheaper way to nearly the same logits. What it finds counts only if ``logits`` confirms it.
         rounded: For inputs in half precision: maps points and their clean inputs to the points that will be handed
             out, in pixel units; None where that changes nothing.
+        call_size: Rows of the attack call that this is a part of; 0 for all of it.
         followed: Shape (batch,), True where some step had a gradient to follow.
         stage: As in :class:`AttackResult`.
     """
@@ -85,6 +86,7 @@ class Problem:
     step_scale: float = 1.0
     search: Callable[[Tensor], Tensor] | None = None
     rounded: Callable[[Tensor, Tensor], Tensor] | None = None
+    call_size: int = 0
     followed: Tensor = field(init=False)
     stage: Tensor | None = field(init=False, default=None)
 
@@ -226,4 +228,5 @@ class Problem:
         """
         if not self.rowwise:
             raise UsageError("the forward pass reads the whole batch, so no rows can be left out: attack all of them")
-        return replace(self, x=self.x[rows], y=self.y[rows], noise=self.noise_of(rows))
+        call_size = self.call_size or len(self.x)
+        return replace(self, x=self.x[rows], y=self.y[rows], noise=self.noise_of(rows), call_size=call_size)

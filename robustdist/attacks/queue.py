@@ -16,8 +16,9 @@ __all__ = ["Engine", "Found", "Items", "Progress", "run_queue"]
 
 # Share of the places that must be free before new items are let in: joining copies the whole state.
 _REFILL_SHARE = 0.125
-# Larger batches make an item no cheaper on a CPU, and those that leave its caches behind dearer.
-_CPU_BATCH = 64
+# Larger batches make an item no cheaper on a CPU, and those that leave its caches behind dearer; small nets want them
+# large, as each round of a search costs a millisecond of its own.
+_CPU_BATCH = 128
 
 State = TypeVar("State", bound="Items")
 
@@ -119,12 +120,15 @@ def run_queue(problem: Problem, engine: Engine[State], *, batch_size: int | None
     Args:
         problem: The attack call.
         engine: The attack.
-        batch_size: Largest number of items in a batch; None for the number of images, on a CPU at most 64.
+        batch_size: Largest number of items in a batch; None for the number of images in the call, on a CPU at
+            most 128.
         drop: Whether to leave out images that are broken.
     """
     num_images = len(problem.x)
     found = Found(problem)
-    capacity = batch_size or (min(num_images, _CPU_BATCH) if problem.x.device.type == "cpu" else num_images)
+    # memory was enough for the call, so places of images that an earlier attack broke are free for more targets
+    largest = problem.call_size or num_images
+    capacity = batch_size or (min(largest, _CPU_BATCH) if problem.x.device.type == "cpu" else largest)
     if not problem.rowwise:
         capacity, drop = num_images, False
     waiting = deque((group, row) for group in range(engine.num_groups) for row in range(num_images))

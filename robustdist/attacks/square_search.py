@@ -203,6 +203,9 @@ class _LinfEngine(_SquareEngine):
         low, high = problem.bounds if problem.bounds is not None else (-math.inf, math.inf)
         images = problem.x.view(-1, *self.layout)
         self.low, self.high = (images - problem.eps).clamp(min=low), (images + problem.eps).clamp(max=high)
+        # corners of the images in the searches, which stay the same for many queries
+        self._images: Tensor | None = None
+        self._corners = self.high, self.low
 
     @property
     def start_length(self) -> int:
@@ -224,8 +227,10 @@ class _LinfEngine(_SquareEngine):
 
     def propose(self, items: _Searches, draws: Tensor, query: Tensor) -> Tensor:
         """Return the points with one square of them recoloured, per channel to the upper or the lower corner."""
+        if self._images is not items.image:
+            self._images, self._corners = items.image, (self.high[items.image], self.low[items.image])
         size = self.patch[query]
-        colour = torch.where(draws[:, 2:, None, None] >= 0.5, self.high[items.image], self.low[items.image])
+        colour = torch.where(draws[:, 2:, None, None] >= 0.5, *self._corners)
         inside = self.window(self.corner(draws[:, :2], size), size)
         return torch.where(inside, colour, items.best.view_as(colour)).view_as(items.x)
 

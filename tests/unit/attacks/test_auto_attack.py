@@ -63,6 +63,15 @@ def test_verdicts_are_the_same_however_the_work_is_cut(task, options):
     assert torch.equal(part.stage, whole.stage[order])
 
 
+def test_places_of_fallen_images_are_free_for_more_targets(task):
+    net, x, y = task
+    y = net(x).argmax(1)
+    y[:8] = (y[:8] + 1) % 5  # wrong without attack: two images are left, at four targets each
+    watched = Watched(net)
+    AutoAttack(eps=1e-4, steps=5, version="custom", attacks=["apgd-t"])(watched, x, y)
+    assert 8 in watched.sizes
+
+
 def test_no_batch_is_larger_than_the_callers(task):
     net, x, y = task
     watched = Watched(net)
