@@ -194,6 +194,8 @@ class StructuredPruning(Callback):
         self._recalibration.before_batch(trainer, pl_module)
         if self._learning is not None:
             self._learning.before_batch(self._progress.num_steps)
+        if self._scoring is not None:
+            self._scoring.before_batch(batch)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Fix learned masks, without chance."""

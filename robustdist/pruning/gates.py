@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from robustdist.core.compiled import forget_compiled
 from robustdist.errors import UsageError
 from robustdist.pruning.depth import BlockGate
-from robustdist.pruning.groups import Member, UnitGroup
+from robustdist.pruning.gate_hooks import GateHooks
+from robustdist.pruning.groups import UnitGroup
 from robustdist.pruning.importance import Criterion, Magnitude, distinct, named_tensors
-from robustdist.pruning.layers import DIRECT
 
 __all__ = ["Gates", "LearnedScores", "fold"]
 
 
-class Gates:
+class Gates(GateHooks):
     r"""Multiplies the inputs of every layer that reads a unit by that unit's value :math:`z_k`, at first 1.
 
     With z = 0 a unit is gone from all that follows. The values are leaves of autograd's graph, so their gradient is
@@ -38,6 +38,7 @@ class Gates:
         groups: Groups of units of ``module``.
 
     Example:
+        >>> from robustdist.pruning.groups import Member
         >>> net = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 1))
         >>> group = UnitGroup("0", "ffn", 3, (Member("2.weight", 1, torch.arange(3), "consumer"),))
         >>> with Gates(net, [group]) as gates:
@@ -48,12 +49,7 @@ class Gates:
     """
 
     def __init__(self, module: nn.Module, groups: Sequence[UnitGroup]) -> None:
-        self._module, self._groups = module, list(groups)
-        self._handles: list[Any] = []
-        #: Whether the values are multiplied in; hooks in copies of the module ask too.
-        self.installed = False
-        #: Groups that a forward pass has come by.
-        self.reached: set[str] = set()
+        super().__init__(module, groups)
         #: Name of a group -> its values, shape (size,), leaves that collect a gradient.
         self.values: dict[str, Tensor] = {}
         tensors = named_tensors(module)
@@ -64,33 +60,30 @@ class Gates:
             self.values[group.name] = torch.ones(group.size, dtype=dtype, device=weight.device, requires_grad=True)
 
     def install(self) -> Gates:
-        """Put the gates in front of the layers; once."""
+        """Put the gates in front of the layers, and behind whole layers; once."""
         if not self.installed:
-            places = [place for group in self._groups for place in _gates_of(self, self._module, group)]
-            self._handles = [part.register_forward_pre_hook(gate, with_kwargs=True) for part, gate in places]
+            super().install()
             for group in self._groups:
                 for unit, path in enumerate(group.layers):
                     block = self._module.get_submodule(path)
                     gate = BlockGate(partial(self._value, group.name, unit), block)
                     self._handles.append(block.register_forward_hook(gate, with_kwargs=True))
-            self.installed = True
-            if self._handles:
+            if any(group.layers for group in self._groups):
                 forget_compiled(self._module)
         return self
+
+    def multiplied(self, x: Tensor, group: str, units: Tensor, axis: int) -> Tensor:
+        """Return ``x`` times the values of the group."""
+        values = self.values[group].to(x.device)
+        # index -1, no unit of this group, picks the 1 at the end
+        row = torch.cat([values, values.new_ones(1)])[units.to(x.device)]
+        return x * row.to(x.dtype).reshape(-1, *[1] * (-1 - axis))
 
     def _value(self, group: str, unit: int) -> Tensor | None:
         if not self.installed:
             return None
         self.reached.add(group)
         return self.values[group][unit]
-
-    def remove(self) -> None:
-        """Take the gates away, also out of effect in copies of the module."""
-        self.installed = False
-        if self._handles:
-            forget_compiled(self._module)
-        while self._handles:
-            self._handles.pop().remove()
 
     def __enter__(self) -> Gates:
         return self.install()
@@ -123,13 +116,7 @@ class Gates:
         Raises:
             UsageError: If no forward pass has ever come by a gate.
         """
-        missing = [group for group in self._groups if group.name not in self.reached]
-        if missing:
-            readers = ", ".join([member.tensor for member in missing[0].consumers] or missing[0].layers) or "no layer"
-            raise UsageError(
-                f"group {missing[0].name} is read by {readers}, which no forward pass has called as a layer: put the "
-                "group into ignore"
-            )
+        self.check_reached()
         rows = [
             torch.zeros_like(value) if value.grad is None else value.grad.detach() for value in self.values.values()
         ]
@@ -140,64 +127,6 @@ class Gates:
         row = torch.cat([part.to(rows[0]) for part in rows])
         row = (row if reduce is None else reduce(row)).double().cpu()
         return dict(zip(self.values, torch.split(row, [len(part) for part in rows]), strict=True))
-
-
-class _Gate:
-    """Forward pre-hook of one layer for one group."""
-
-    def __init__(self, gates: Gates, group: UnitGroup, units: Tensor, axis: int, names: tuple[str, ...]) -> None:
-        self.gates, self.group, self.units, self.axis, self.names = gates, group.name, units, axis, names
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Gate:
-        return self
-
-    def __call__(
-        self, part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        if not self.gates.installed:
-            return None
-        self.gates.reached.add(self.group)
-        done: dict[int, Tensor] = {}  # attention asks whether query, key and value are one and the same
-
-        def gated(x: Any) -> Any:
-            if not isinstance(x, Tensor):
-                return x
-            if id(x) not in done:
-                done[id(x)] = x * self._factor(x)
-            return done[id(x)]
-
-        count = len(self.names)
-        args = (*(gated(x) for x in args[:count]), *args[count:])
-        return args, {name: gated(value) if name in self.names else value for name, value in kwargs.items()}
-
-    def _factor(self, x: Tensor) -> Tensor:
-        values = self.gates.values[self.group].to(x.device)
-        # index -1, no unit of this group, picks the 1 at the end
-        row = torch.cat([values, values.new_ones(1)])[self.units.to(x.device)]
-        return row.to(x.dtype).reshape(-1, *[1] * (-1 - self.axis))
-
-
-def _gates_of(gates: Gates, module: nn.Module, group: UnitGroup) -> Iterator[tuple[nn.Module, _Gate]]:
-    """All layers that hold a weight which reads the group, a shared layer once, layers with a shared weight each."""
-    for member, weight in distinct(group.consumers, named_tensors(module)):
-        for part in module.modules():
-            for name, parameter in part.named_parameters(recurse=False):
-                if parameter is weight:
-                    yield part, _gate(gates, group, member, part, name, weight)
-
-
-def _gate(gates: Gates, group: UnitGroup, member: Member, part: nn.Module, name: str, weight: Tensor) -> _Gate:
-    names: tuple[str, ...] = ("input",)
-    if isinstance(part, nn.MultiheadAttention):
-        names = ("query", "key", "value")
-        if name != "in_proj_weight":
-            raise UsageError(
-                f"group {group.name} is read by {member.tensor}, one of three weights of nn.MultiheadAttention: put "
-                "the group into ignore"
-            )
-    repeats = part.groups if isinstance(part, DIRECT) and member.dim == 1 else 1
-    # channels stand before the positions of a convolution, and last elsewhere
-    return _Gate(gates, group, member.units.repeat(repeats), min(1 - weight.dim(), -1), names)
 
 
 @torch.no_grad()

@@ -226,10 +226,13 @@ class _Gathering(Criterion):
         """Return what one step adds, given its gate gradient."""
 
     def observe(self, groups: Iterable[UnitGroup], tensors: Mapping[str, Tensor]) -> None:
+        self.add({group.name: self.increment(gate_gradient(group, tensors)) for group in groups})
+
+    def add(self, increments: Mapping[str, Tensor]) -> None:
+        """Add what one step adds to groups, shape (size,) each."""
         self.steps += 1
-        for group in groups:
-            new = self.increment(gate_gradient(group, tensors))
-            self.sums[group.name] = self.sums[group.name] + new if group.name in self.sums else new
+        for name, new in increments.items():
+            self.sums[name] = self.sums[name] + new if name in self.sums else new
 
     def score(self, group: UnitGroup, tensors: Mapping[str, Tensor]) -> Tensor:
         if group.name not in self.sums:
@@ -258,17 +261,24 @@ class Taylor(_Gathering):
 
     g is the multiplier of :func:`gate_gradient`. With an attacked loss the scores are those of the robust loss.
 
+    With ``per_sample`` a sample has a multiplier of its own, and the mean goes over samples:
+    :math:`E_n[(N \, \partial L / \partial g_{nk})^2]`, which for a loss that is a mean over N samples is the square of
+    the sample's own gradient. Units that matter to samples in opposite directions then do not cancel. The rows come
+    from :class:`~robustdist.pruning.sample_gates.SampleGates`, to :meth:`add`.
+
     Args:
         absolute: :math:`E|\partial L / \partial g_k|` instead, as is usual for heads.
+        per_sample: Whether samples count one by one.
 
     References:
         Molchanov et al., "Importance Estimation for Neural Network Pruning"; Michel et al., "Are Sixteen Heads Really
         Better than One?".
     """
 
-    def __init__(self, *, absolute: bool = False) -> None:
+    def __init__(self, *, absolute: bool = False, per_sample: bool = False) -> None:
         super().__init__()
         self.absolute = absolute
+        self.per_sample = per_sample
 
     def increment(self, gradient: Tensor) -> Tensor:
         """Return the square or the absolute value."""
