@@ -1,8 +1,9 @@
-"""Convolution and batch norm whose second derivative costs what it has to, on the CPU."""
+"""Forward passes whose input gradient can be differentiated again, at no more than that costs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -10,13 +11,24 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["CheapDoubleBackward"]
+__all__ = ["CheapDoubleBackward", "twice_differentiable"]
 
 _CONVOLUTIONS = {torch.conv1d: 1, torch.conv2d: 2, torch.conv3d: 3}
 _convolution_backward = torch.ops.aten.convolution_backward
 _batch_norm_backward = torch.ops.aten.native_batch_norm_backward
+
+
+@contextmanager
+def twice_differentiable() -> Iterator[None]:
+    """Make the input gradients of the forward passes within differentiable, and cheaply so.
+
+    Fused attention has no second derivative: scaled dot products are written out.
+    """
+    with sdpa_kernel(SDPBackend.MATH), CheapDoubleBackward():
+        yield
 
 
 class CheapDoubleBackward(TorchFunctionMode):

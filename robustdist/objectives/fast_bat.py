@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from robustdist.core.double_backward import CheapDoubleBackward
+from robustdist.core.double_backward import twice_differentiable
 from robustdist.errors import UsageError
 from robustdist.objectives.base import Objective, ObjectiveContext
 from robustdist.types import Number, parse_number
@@ -98,7 +98,7 @@ class FastBAT(Objective):
 
         def ascent(delta: Tensor, *, create_graph: bool) -> Tensor:
             leaf = delta.detach().requires_grad_()
-            with CheapDoubleBackward() if create_graph else nullcontext():
+            with twice_differentiable() if create_graph else nullcontext():
                 logits = problem.logits(x + leaf)
             value = problem.loss(logits, problem.y).sum()
             # scaled on its way through half precision, as the update is

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from robustdist.attacks.base import Attack
 from robustdist.attacks.functional import random_start
-from robustdist.core.double_backward import CheapDoubleBackward
+from robustdist.core.double_backward import twice_differentiable
 from robustdist.errors import UsageError
 from robustdist.objectives.base import Objective, ObjectiveContext
 from robustdist.objectives.fgsm_rs import FGSMRS
@@ -24,9 +24,9 @@ class GradAlign(Objective):
               g = \nabla_x \ell, \; \eta \sim U(-\epsilon, \epsilon)
 
     As in the released code :math:`g(x)` is detached and samples whose gradient vanishes are left out; here the
-    point :math:`x + \eta` stays inside the image box. Needs double backward: eager convolutions have it, most fused
-    attention kernels do not, and compiled modules are refused. The published weights, exp(eps ln(10)/8 + ln 0.02) for
-    eps in 1/255, belong to CIFAR-10.
+    point :math:`x + \eta` stays inside the image box. Needs double backward: torch's own attention is written out
+    for it, other fused kernels lack it, and compiled modules are refused. The published weights,
+    exp(eps ln(10)/8 + ln 0.02) for eps in 1/255, belong to CIFAR-10.
 
     Args:
         weight: Weight :math:`\lambda` of the regulariser, at least 0.
@@ -61,7 +61,7 @@ class GradAlign(Objective):
 
         def gradient(at: Tensor, *, create_graph: bool) -> Tensor:
             leaf = at.detach().requires_grad_()
-            with CheapDoubleBackward() if create_graph else nullcontext():
+            with twice_differentiable() if create_graph else nullcontext():
                 logits = problem.logits(leaf)
             # scaled on its way through half precision, as the update is; the cosine does not see it
             value = problem.loss_scale * problem.loss(logits, problem.y).sum()

@@ -9,7 +9,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from robustdist.core.double_backward import CheapDoubleBackward
+from robustdist.attacks import PGD
+from robustdist.core.double_backward import CheapDoubleBackward, twice_differentiable
+from robustdist.objectives import FastBAT, GradAlign
 
 NETS = {
     "strided": (nn.Sequential(nn.Conv2d(3, 6, 3, stride=2, padding=1), nn.BatchNorm2d(6), nn.ReLU()), (5, 3, 9, 8)),
@@ -119,3 +121,30 @@ def test_autocast_is_left_to_torch():
         assert net(x).dtype == torch.bfloat16
     with CheapDoubleBackward():
         assert net(x).dtype == torch.float32
+
+
+class Attending(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attention, self.head = nn.MultiheadAttention(8, 2, batch_first=True), nn.Linear(8, 3)
+
+    def forward(self, x):
+        tokens = x.flatten(1).view(len(x), -1, 8)
+        return self.head(self.attention(tokens, tokens, tokens, need_weights=False)[0].mean(1))
+
+
+def test_attention_is_written_out_where_it_has_to_be_differentiated_twice():
+    net, x, y = Attending(), torch.rand(4, 1, 8, 8), torch.tensor([0, 1, 2, 0])
+    leaf = x.clone().requires_grad_()
+    (fused,) = torch.autograd.grad(net(leaf).sum(), leaf, create_graph=True)
+    with pytest.raises(RuntimeError, match="not implemented"):
+        fused.square().sum().backward()
+    with twice_differentiable():
+        loss = net(leaf).sum()
+    (grad,) = torch.autograd.grad(loss, leaf, create_graph=True)
+    grad.square().sum().backward()
+    torch.testing.assert_close(grad, fused)
+    for objective in (GradAlign(), FastBAT(0.05)):
+        net.zero_grad()
+        objective(net, x, y, attack=PGD(eps=0.1, steps=1)).backward()
+        assert all(bool(parameter.grad.isfinite().all()) for parameter in net.parameters())
