@@ -38,7 +38,7 @@ class SampleGates(GateHooks):
         if compiled_part(module) is not None:
             raise UsageError(f"per_sample=True does not go with compiled parts: {_REMEDY}")
         if any(group.layers for group in groups):
-            raise UsageError(f"per_sample=True knows nothing of whole layers: {_REMEDY}, or layers out of kinds")
+            raise UsageError(f"per_sample=True knows nothing of whole layers: {_REMEDY}, or layers out of the target")
         super().__init__(module, groups)
         self._undo: list[Callable[[], Any]] = []
         self._calls: list[tuple[str, Tensor, Tensor]] = []

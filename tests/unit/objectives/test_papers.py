@@ -13,7 +13,6 @@ from robustdist.objectives import FGSMRS, MART, NFGSM, TRADES, FastBAT, GradAlig
 from robustdist.objectives.losses import kl_divergence, mart_loss
 from tests.unit.objectives.papers_support import (
     EPS,
-    ConvNet,
     Loss,
     assert_close,
     computed,
@@ -28,20 +27,6 @@ from tests.unit.objectives.papers_support import (
     trades,
     uniform_start,
 )
-
-
-@pytest.fixture(params=["linear", "relu", "conv"])
-def net(request) -> nn.Module:
-    return {"linear": lambda: network(6, 4), "relu": lambda: network(6, 9, 4), "conv": lambda: ConvNet().double()}[
-        request.param
-    ]()
-
-
-@pytest.fixture
-def batch() -> tuple[Tensor, Tensor]:
-    x = torch.rand(5, 1, 2, 3, dtype=torch.float64)
-    x[0, 0, 0], x[1, 0, 1] = 0.0, 1.0  # the box is felt
-    return x, torch.tensor([0, 3, 1, 1, 2])
 
 
 def mart(x: Tensor, y: Tensor, beta: float) -> Loss:

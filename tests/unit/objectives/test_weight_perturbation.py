@@ -28,20 +28,6 @@ from tests.unit.objectives.papers_support import (
 )
 
 
-@pytest.fixture(params=["linear", "relu", "conv"])
-def net(request) -> nn.Module:
-    return {"linear": lambda: network(6, 4), "relu": lambda: network(6, 9, 4), "conv": lambda: ConvNet().double()}[
-        request.param
-    ]()
-
-
-@pytest.fixture
-def batch() -> tuple[Tensor, Tensor]:
-    x = torch.rand(5, 1, 2, 3, dtype=torch.float64)
-    x[0, 0, 0], x[1, 0, 1] = 0.0, 1.0  # the box is felt
-    return x, torch.tensor([0, 3, 1, 1, 2])
-
-
 @pytest.mark.parametrize(
     ("base", "formula"), [(None, lambda x, y: fgsm_rs(x, y, 1.25)), (TRADES(), lambda x, y: trades(x, y, 6.0))]
 )
