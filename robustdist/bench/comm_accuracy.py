@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -43,6 +44,9 @@ class _Row:
     name: str
     options: Callable[[], dict[str, Any]] | None  # None: Lightning's DDP
 
+    def label(self, warmup: float) -> str:
+        return self.name if self.options is None or not warmup else f"{self.name}, after {100 * warmup:g} % of float32"
+
 
 _ROWS = {
     "ddp": _Row("DDP, float32", None),
@@ -71,6 +75,7 @@ def bench_comm_accuracy(
     world_size: int = 2,
     optimizer: OptimizerName = "adam",
     lr: float | None = None,
+    warmup: float = 0.0,
 ) -> dict[str, Any]:
     """Train one small net adversarially on several processes per codec and seed; accuracy against bytes.
 
@@ -90,6 +95,7 @@ def bench_comm_accuracy(
         world_size: Processes.
         optimizer: "adam", or "sgd" with momentum 0.9.
         lr: Peak of its rate; default 5e-3 for Adam, 0.1 for SGD.
+        warmup: Share of the steps, in [0, 1), that average float32 before a codec sets in; their bytes count too.
 
     Returns:
         ``benchmark``, ``settings``, ``machine``, ``runs`` and ``rows``, as in the file.
@@ -110,8 +116,12 @@ def bench_comm_accuracy(
     lr = _RATES[optimizer] if lr is None else lr
     if not 0 < lr < float("inf"):
         raise UsageError(f"lr={lr} must be a finite number above 0")
+    if not 0 <= warmup < 1:
+        raise UsageError(
+            f"warmup={warmup} must be a share of the steps, at least 0 and below 1: a fifth of them is 0.2"
+        )
     settings: dict[str, Any] = {"data": data, "epochs": epochs, "num_test": num_test, "world_size": world_size}
-    settings |= {"optimizer": optimizer, "lr": lr}
+    settings |= {"optimizer": optimizer, "lr": lr, "warmup": warmup}
     path, plot_path = check_out(out), check_out(plot)
     runs = finished_runs(path, "comm_accuracy", settings)
     setting = replace(SETTINGS[data], epochs=epochs, lr=lr)
@@ -123,15 +133,15 @@ def bench_comm_accuracy(
         for key in keys:
             if not any((run["row"], run["seed"]) == (key, seed) for run in runs):
                 with small_training.quiet(1, seed):
-                    measured = _run(_ROWS[key], setting, loaded, seed, num_test, world_size, optimizer)
+                    measured = _run(_ROWS[key], setting, loaded, seed, num_test, world_size, optimizer, warmup)
                 runs.append({"row": key, "seed": seed, **measured})
-                console.print(Text(f"{_ROWS[key].name}, seed {seed}: {_in_words(measured)}"))
+                console.print(Text(f"{_ROWS[key].label(warmup)}, seed {seed}: {_in_words(measured)}"))
             result = {
                 "benchmark": "comm_accuracy",
                 "settings": settings,
                 "machine": describe_machine(torch.device("cpu")),
                 "runs": runs,
-                "rows": _rows(runs),
+                "rows": _rows(runs, warmup),
             }
             if path is not None:
                 write_json(path, result)
@@ -162,17 +172,19 @@ def _run(
     num_test: int,
     world_size: int,
     optimizer: OptimizerName,
+    warmup: float,
 ) -> dict[str, Any]:
     module = SmallClassifier(small_conv_net(data.input_shape[-1], data.num_classes), setting.lr, optimizer)
     method = METHODS["pgd_at"]
     if method.make is None:
         raise RuntimeError("PGD-AT has an objective")
     training = AdversarialTraining(method.make(), method.attack(setting, seed), eps_schedule=LinearRamp(setting.ramp))
-    strategy = (
-        DDPStrategy(start_method="fork")
-        if row.options is None
-        else CompressedDDPStrategy(**row.options(), start_method="fork")
-    )
+    warmup_steps = 0
+    strategy: DDPStrategy = DDPStrategy(start_method="fork")
+    if row.options is not None:
+        per_process = math.ceil(len(data.parts.train) / world_size)
+        warmup_steps = round(warmup * setting.epochs * math.ceil(per_process / (BATCH_SIZE // world_size)))
+        strategy = CompressedDDPStrategy(**row.options(), warmup_steps=warmup_steps, start_method="fork")
     with tempfile.TemporaryDirectory() as folder:
         figures = Path(folder, "figures.json")
         trainer = Trainer(
@@ -194,13 +206,14 @@ def _run(
     return {
         **small_training.judge(module, {"pgd20": small_training.pgd20(setting)}, data, num_test),
         "steps": counted["steps"],
+        "warmup_steps": warmup_steps,
         "bytes_per_step": counted.get("bytes_sent", dense * counted["steps"]) / counted["steps"],
         "bytes_dense_per_step": dense,
         "seconds": seconds,
     }
 
 
-def _rows(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def _rows(runs: Sequence[dict[str, Any]], warmup: float) -> list[dict[str, Any]]:
     """Average over seeds; differences to DDP are taken seed by seed."""
     plain = {run["seed"]: run for run in runs if run["row"] == "ddp"}
     rows = []
@@ -208,7 +221,7 @@ def _rows(runs: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         own = [run for run in runs if run["row"] == key]
         if not own:
             continue
-        figures: dict[str, Any] = {"row": key, "name": row.name, "seeds": sorted(run["seed"] for run in own)}
+        figures: dict[str, Any] = {"row": key, "name": row.label(warmup), "seeds": sorted(run["seed"] for run in own)}
         figures["kilobytes_per_step"] = fmean(run["bytes_per_step"] for run in own) / 1000
         figures["ratio"] = fmean(run["bytes_dense_per_step"] / run["bytes_per_step"] for run in own)
         for name in _ACCURACIES:

@@ -47,12 +47,15 @@ class CommEngine(Reduction):
             of 32 KiB, and 256 Ki or more.
         dynamic: Agree before each bucket on the parameters that have a gradient on any rank. The others are not sent,
             and nothing that is kept for them changes.
+        warmup_steps: First steps, as :meth:`commit` counts them, whose gradients are averaged uncompressed. Residuals
+            begin at zero after them; a momentum that is part of the codec, as in ``DGC``, is applied from the start.
         timeout: Seconds after which a collective of the engine's own group fails; by default those of torch.
         inline: Work in :meth:`submit` instead of in a thread, on a stream of its own where gradients are on a CUDA
             device; by default with NCCL, and only there. What a step led to is then learnt in :meth:`settle`.
 
     Attributes:
         codec: The codec in use, in the form in which it is used.
+        num_steps: Executed steps so far; a resumed run sets it.
         scale: Factor of a gradient scaler that the gradients of the present step carry.
         note: Means over the ranks of the last note that was submitted and has arrived.
         nonfinite: The last parameter whose mean was not finite, where a memory had to be kept from it.
@@ -75,6 +78,7 @@ class CommEngine(Reduction):
         small: int = 1024,
         segment: int | None = None,
         dynamic: bool = False,
+        warmup_steps: int = 0,
         timeout: float | None = None,
         inline: bool | None = None,
     ) -> None:
@@ -87,6 +91,7 @@ class CommEngine(Reduction):
             small=small,
             segment=segment,
             dynamic=dynamic,
+            warmup_steps=warmup_steps,
             timeout=timeout,
             inline=inline,
         )

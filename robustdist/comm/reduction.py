@@ -29,7 +29,7 @@ from robustdist.comm.wire import Wire
 from robustdist.errors import UsageError
 from robustdist.types import check_count
 
-__all__ = ["Reduction"]
+__all__ = ["Reduction", "check_warmup"]
 
 
 class Reduction:
@@ -49,6 +49,7 @@ class Reduction:
         small: int,
         segment: int | None,
         dynamic: bool,
+        warmup_steps: int,
         timeout: float | None,
         inline: bool | None,
     ) -> None:
@@ -56,6 +57,8 @@ class Reduction:
         self.small = check_count(small, "small")
         self.segment = None if segment is None else check_count(segment, "segment")
         self.dynamic = dynamic
+        self.warmup_steps = check_warmup(warmup_steps)
+        self.num_steps = 0
         self.codec = self._usable(codec)
         self.memory = self._make_memory(self.codec)
         self.owned: OwnerResiduals | None = None
@@ -77,8 +80,13 @@ class Reduction:
         self._wire.open(self._settings())
         self._buckets = Buckets(self._cut, self._give_back)
 
+    @property
+    def dense(self) -> bool:
+        """Whether gradients are averaged as they are in the present step, and nothing is kept of them."""
+        return self.num_steps < self.warmup_steps
+
     def commit(self, names: Collection[str] | None = None) -> None:
-        """Make the residuals of the step final: it was executed.
+        """Make the residuals of the step final, and count it: it was executed.
 
         Args:
             names: Parameters that were stepped, if not all.
@@ -87,6 +95,7 @@ class Reduction:
         for memory in self._memories():
             memory.commit(names)
         self._starts.commit()
+        self.num_steps += 1
 
     def rollback(self, names: Collection[str] | None = None) -> None:
         """Put the residuals back: the step was skipped.
@@ -149,7 +158,7 @@ class Reduction:
         if self.dynamic:
             either = partial(self._wire.either, device=job.buffer.device)
             bits, used = used_anywhere(job.grads, either, job.used)
-        if isinstance(self.codec, Identity):
+        if self.dense or isinstance(self.codec, Identity):
             return self._mean(job, used)
         bucket = self._buckets.find(job.grads, job.buffer, used, bits)
         layout, side = bucket.cut.layout, bucket.side(len(job.note) + 1)
@@ -197,6 +206,10 @@ class Reduction:
                 wait()
             for grad, part in zip(used.values(), parts, strict=not whole):
                 grad.copy_(part.view(grad.shape))
+            if self.memory is not None and self.codec.has_memory:
+                for name, grad in used.items():  # a momentum that is part of the method
+                    mean = grad.to(torch.float32, copy=True).view(-1)
+                    grad.copy_(self.memory.dense(name, mean, scale=self.scale).view(grad.shape))
             if job.note:
                 self._learn(torch.cat([note, note.new_zeros(1)]), None)
 
@@ -300,7 +313,8 @@ class Reduction:
 
     def _settings(self) -> str:
         options = (self.error_feedback, self.sides, self.collective, self.small, self.segment, self.dynamic)
-        return repr((self.codec, *options, *(["inline"] if self.inline else [])))
+        rest = [f"warmup_steps={self.warmup_steps}"] if self.warmup_steps else []
+        return repr((self.codec, *options, *rest, *(["inline"] if self.inline else [])))
 
     def _usable(self, codec: Compressor) -> Compressor:
         """Return the form of a codec that can be used here."""
@@ -319,6 +333,17 @@ class Reduction:
 
     def _memories(self) -> list[Memory]:
         return [memory for memory in (self.memory, self.owned) if memory is not None]
+
+
+def check_warmup(steps: int) -> int:
+    """Return ``steps`` if it is a number of steps.
+
+    Raises:
+        UsageError: If it is not.
+    """
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 0:
+        raise UsageError(f"warmup_steps={steps!r} must be a whole number of optimiser steps, or 0 for none")
+    return steps
 
 
 def _kind(memory: Memory | None) -> str:

@@ -14,6 +14,7 @@ from robustdist.comm.residual_state import Change, Residuals, Shapes, load_resid
 from robustdist.errors import RobustDistWarning
 from robustdist.strategies.bit_control import BitControl
 from robustdist.strategies.bucket_router import BucketRouter
+from robustdist.strategies.gradient_route import GradientRoute
 from robustdist.strategies.momentum_sync import MomentumSync
 
 __all__ = ["KEY", "change_communication", "communication_state", "restore_communication"]
@@ -29,7 +30,7 @@ def communication_state(
     *,
     device: torch.device,
     step: int,
-    router: BucketRouter,
+    route: GradientRoute | None,
     bits: BitControl | None,
     momenta: MomentumSync | None,
 ) -> dict[str, Any]:
@@ -44,9 +45,11 @@ def communication_state(
             category=RobustDistWarning,
         )
         mode = "reset"
+    router = BucketRouter() if route is None else route.router
     sizes = {name: parameter.numel() for name, parameter in module.named_parameters()}
     return {
         "step": step,
+        "executed": engine.num_steps,
         "buckets": [list(names) for names in router.sent],
         "grouped": router.join,
         "bits": None if bits is None else bits.state_dict(),
@@ -56,19 +59,25 @@ def communication_state(
 
 
 def restore_communication(
-    state: Mapping[str, Any], engine: CommEngine, rank: int, *, bits: BitControl | None, momenta: MomentumSync | None
-) -> BucketRouter | None:
-    """Take over what :func:`communication_state` returned; return what the buckets have to be, if it matters."""
+    state: Mapping[str, Any],
+    engine: CommEngine,
+    rank: int,
+    *,
+    route: GradientRoute | None,
+    bits: BitControl | None,
+    momenta: MomentumSync | None,
+) -> None:
+    """Take over what :func:`communication_state` returned."""
+    engine.num_steps = state.get("executed", engine.num_steps)
     if bits is not None and state["bits"] is not None:
         bits.load_state_dict(state["bits"])
     load_residuals(engine, state, rank)
     if momenta is not None and state["momenta"] is not None:
         momenta.load_state_dict(state["momenta"], rank)
-    if isinstance(engine.codec, Identity):
-        return None
-    # DDP begins with a single bucket and cuts it after the first step. A resumed run has to begin with the cut one, or
-    # chunks and draws of its first step would be others than in an uninterrupted run.
-    return BucketRouter([tuple(names) for names in state["buckets"]], join=state["grouped"])
+    if route is not None and not isinstance(engine.codec, Identity):
+        # DDP begins with a single bucket and cuts it after the first step. A resumed run has to begin with the cut one,
+        # or chunks and draws of its first step would be others than in an uninterrupted run.
+        route.restore(BucketRouter([tuple(names) for names in state["buckets"]], join=state["grouped"]))
 
 
 def change_communication(

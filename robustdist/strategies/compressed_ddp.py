@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from time import perf_counter
@@ -25,10 +25,9 @@ from robustdist.comm.residual_state import Change, Residuals, check_residuals
 from robustdist.errors import UsageError
 from robustdist.strategies.auto_codec import given_codec, measured_codec, num_gradients, plain_stats
 from robustdist.strategies.bit_control import BitControl
-from robustdist.strategies.bucket_router import BucketRouter
 from robustdist.strategies.comm_checkpoint import KEY, change_communication, communication_state, restore_communication
 from robustdist.strategies.comm_hook import GradBucket, make_hook
-from robustdist.strategies.group_planner import GroupPlanner, start_groups
+from robustdist.strategies.gradient_route import GradientRoute, Groups
 from robustdist.strategies.launchers import FollowsStructure
 from robustdist.strategies.momentum_sync import MomentumSync
 from robustdist.strategies.refusals import (
@@ -38,11 +37,11 @@ from robustdist.strategies.refusals import (
     check_options,
     check_skipped,
     check_trainer,
+    check_warmup_of,
     check_wrapped,
     warn_of_gradient,
 )
 from robustdist.strategies.step_watch import StepWatch
-from robustdist.strategies.used_parameters import UsedParameters
 
 __all__ = ["CompressedDDPStrategy"]
 
@@ -66,6 +65,8 @@ class CompressedDDPStrategy(FollowsStructure):
         sides: 2 compresses the averaged gradient on its way back too, 1 sends it as float32.
         collective: "chunked", "gather", "native", or "auto" for the one that sends fewest bytes.
         bits: Chooses the bits of ``QSGD`` while training runs: ``FixedBits``, ``BitSchedule`` or ``MQGrad``.
+        warmup_steps: Optimiser steps at the start whose gradients are averaged uncompressed, as by DDP; steps that a
+            scaler skips do not count. Residuals begin at zero after them, and ``bits`` counts its steps from there.
         groups: Which gradients travel together: "ddp" leaves that to DDP, which fills buckets up to ``bucket_cap_mb``;
             "auto" watches five steps and the link and plans groups that keep backward waiting least, without cutting a
             layer; or lists of names of parameters, in the order in which their gradients become ready.
@@ -92,7 +93,8 @@ class CompressedDDPStrategy(FollowsStructure):
         sides: Literal[1, 2] = 2,
         collective: Collective | Literal["auto"] = "auto",
         bits: BitController | None = None,
-        groups: Literal["ddp", "auto"] | Sequence[Sequence[str]] = "ddp",
+        warmup_steps: int = 0,
+        groups: Groups = "ddp",
         residuals: Residuals = "reduced",
         small: int = 1024,
         segment: int | None = None,
@@ -100,7 +102,7 @@ class CompressedDDPStrategy(FollowsStructure):
         start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen",
         **options: Any,
     ) -> None:
-        check_options(options, residuals=residuals, small=small, segment=segment)
+        check_options(options, residuals=residuals, small=small, segment=segment, warmup_steps=warmup_steps)
         if groups != "ddp" and options.get("bucket_cap_mb") is None:
             options["bucket_cap_mb"] = 1  # small parts, which arrive early; the groups put them together
         super().__init__(timeout=timeout, start_method=start_method, **options)
@@ -117,6 +119,7 @@ class CompressedDDPStrategy(FollowsStructure):
             "collective": collective,
             # what DDP discards because no rank used the parameter must not be taken from the residuals
             "dynamic": bool(options.get("find_unused_parameters")),
+            "warmup_steps": warmup_steps,
         }
         self._transport: dict[str, Any] = {
             "small": small,
@@ -128,10 +131,9 @@ class CompressedDDPStrategy(FollowsStructure):
         self._names: dict[int, str] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._step = 0
-        self._groups = groups
-        self._router = BucketRouter()
-        self._planner: GroupPlanner | None = None
-        self._used: UsedParameters | None = None
+        self._steps_before = 0
+        self._groups: Groups = groups
+        self._route: GradientRoute | None = None
         self._momenta: MomentumSync | None = None
         self._watch = StepWatch(self._keep)
         self._skipped = 0
@@ -151,6 +153,7 @@ class CompressedDDPStrategy(FollowsStructure):
         super().setup(trainer)
         if self.engine is not None:
             check_optimizers(self.optimizers, self.engine.world_size)
+            check_warmup_of(self.optimizers, self.engine.warmup_steps)
             self._momenta = MomentumSync.find(self.optimizers, trainer, self._scaler(), self._names, **self._transport)
             if self._momenta is not None and self._bits is not None:
                 raise UsageError("bits and OneBitAdam exclude each other, since it has one: leave out bits")
@@ -209,16 +212,10 @@ class CompressedDDPStrategy(FollowsStructure):
         self._watch_module(self.engine, module)
 
     def _watch_module(self, engine: CommEngine, module: LightningModule) -> None:
-        self._unwatch_module()
-        self._router, self._planner = start_groups(self._groups, engine, module, self.root_device)
-        if self._engine_options["dynamic"]:
-            self._used = UsedParameters(module)
-
-    def _unwatch_module(self) -> None:
-        for watcher in (self._planner, self._used):
-            if watcher is not None:
-                watcher.close()
-        self._planner = self._used = None
+        if self._route is not None:
+            self._route.close()
+        dynamic = self._engine_options["dynamic"]
+        self._route = GradientRoute(self._groups, engine, module, self.root_device, dynamic=dynamic)
 
     def on_exception(self, exception: BaseException) -> None:
         """Tell the other processes, which would wait for this one until the time-out, and learn who is missing."""
@@ -231,7 +228,7 @@ class CompressedDDPStrategy(FollowsStructure):
     def teardown(self) -> None:
         """End the communication, then DDP."""
         self._close()
-        self._loaded = None
+        self._loaded, self._steps_before = None, 0
         super().teardown()
 
     def _close(self) -> None:
@@ -242,7 +239,8 @@ class CompressedDDPStrategy(FollowsStructure):
             if self._momenta is not None:
                 self._momenta.close()
                 self._momenta = None
-            self._unwatch_module()
+            if self._route is not None:
+                self._route.close()
             self.engine.close()
             self.engine = None
 
@@ -250,44 +248,43 @@ class CompressedDDPStrategy(FollowsStructure):
 
     def _reduce(self, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         """Hand a bucket to the engine; called by DDP in backward, with buckets in the same order on all ranks."""
-        engine = self.engine
-        if engine is None:
+        engine, route = self.engine, self._route
+        if engine is None or route is None:
             raise RuntimeError("gradients arrived after the communication had ended")
         names = [self._names[id(parameter)] for parameter in bucket.parameters()]
         grads = dict(zip(names, bucket.gradients(), strict=True))
         engine.scale = self._loss_scale()
-        used = None if self._used is None else self._used.since_last_sync
-
-        def submit(part: dict[str, Tensor], buffer: Tensor) -> torch.futures.Future[Tensor]:
-            note = () if self._bits is None else self._bits.note()
-            return engine.submit(part, buffer, step=self._step, note=note, used=used)
-
         if self._momenta is not None and not self._momenta.wants_gradients:
             # every rank keeps its own gradient
             future: torch.futures.Future[Tensor] = torch.futures.Future()
             future.set_result(bucket.buffer())
             return future
-        is_first, is_last = bucket.index() == 0, bucket.is_last()
-        future = self._router.route(grads, bucket.buffer(), submit, is_first=is_first, is_last=is_last)
+        bits, first, last = self._active_bits(), bucket.index() == 0, bucket.is_last()
+        note = () if bits is None else bits.note()
+        future = route.send(grads, bucket.buffer(), step=self._step, note=note, first=first, last=last)
         self._last_hook = perf_counter()
-        self._step += is_last
-        if is_last and self._used is not None:
-            self._used.clear()
+        self._step += last
         return future
+
+    def _active_bits(self) -> BitControl | None:
+        """Return the bit controller, if bits are what gradients travel in."""
+        return None if self.engine is not None and self.engine.dense else self._bits
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Start the clock of the bit controller: time between two steps, such as a validation, is not computation."""
-        if self._bits is not None:
-            self._bits.begin_step()
+        bits = self._active_bits()
+        if bits is not None:
+            bits.begin_step()
         return super().training_step(*args, **kwargs)
 
     def pre_backward(self, closure_loss: Tensor) -> None:
         """Let the bit controller see the loss, and start the clock of the planner."""
         super().pre_backward(closure_loss)
-        if self._bits is not None:
-            self._bits.add_loss(closure_loss)
-        if self._planner is not None:
-            self._planner.begin_backward()
+        bits = self._active_bits()
+        if bits is not None:
+            bits.add_loss(closure_loss)
+        if self._route is not None:
+            self._route.begin_backward()
 
     def post_backward(self, closure_loss: Tensor) -> None:
         """Learn of failures, and count how long backward waited for the network after its own work was done."""
@@ -325,8 +322,12 @@ class CompressedDDPStrategy(FollowsStructure):
     def _keep(self, optimizer: Optimizer) -> None:
         """Make the residuals final of what an optimiser has stepped."""
         if self.engine is not None:
-            self._skipped = 0
+            self._skipped, dense = 0, self.engine.dense
             self.engine.commit(self._stepped_by(optimizer))
+            if dense and not self.engine.dense and self.engine.world_size > 1:
+                rank_zero_info(
+                    f"warmup_steps={self.engine.num_steps} are over: gradients now travel in {self.engine.codec!r}"
+                )
             self._end_step(self.engine)
 
     def _stepped_by(self, optimizer: Any) -> set[str] | None:
@@ -342,10 +343,8 @@ class CompressedDDPStrategy(FollowsStructure):
         engine.nonfinite = None
         if self._bits is not None:
             self._bits.end_step(engine, self._step_wait, executed=self._watch.executed)
-        if self._planner is not None and self._watch.executed:
-            groups = self._planner.end_step(engine, self._engine_options["collective"])
-            if groups is not None:
-                self._planner, self._router = None, BucketRouter([group.names for group in groups], join=True)
+        if self._route is not None and self._watch.executed:
+            self._route.end_step(self._engine_options["collective"])
 
     def _scaler(self) -> Any:
         return getattr(self.precision_plugin, "scaler", None)
@@ -371,6 +370,7 @@ class CompressedDDPStrategy(FollowsStructure):
         checkpoint = super().load_checkpoint(checkpoint_path, weights_only=weights_only)
         if self._module().trainer.state.fn == "fit":
             self._loaded = checkpoint.get(KEY)
+            self._steps_before = checkpoint["global_step"]
             if self.engine is not None:
                 # a learning rate finder goes back to where it started, in the middle of a fit
                 self.engine.reset()
@@ -386,21 +386,19 @@ class CompressedDDPStrategy(FollowsStructure):
 
     def _state(self, engine: CommEngine) -> dict[str, Any]:
         return communication_state(
-            engine, self.residuals, self._module(), device=self.root_device, step=self._step, router=self._router,
-            bits=self._bits, momenta=self._momenta,
+            engine, self.residuals, self._module(), device=self.root_device, step=self._step,
+            route=self._route, bits=self._bits, momenta=self._momenta,
         )  # fmt: skip
 
     def _restore(self, engine: CommEngine) -> None:
         state, self._loaded = self._loaded, None
+        engine.num_steps = self._steps_before
         if state is None:
             return
         self._step = state["step"]
-        router = restore_communication(state, engine, self.global_rank, bits=self._bits, momenta=self._momenta)
-        if router is not None:
-            self._router = router
-            if state["grouped"] and self._planner is not None:
-                self._planner.close()
-                self._planner = None
+        restore_communication(
+            state, engine, self.global_rank, route=self._route, bits=self._bits, momenta=self._momenta
+        )
 
     def map_residuals(self, change: Change) -> None:
         """Change what is kept between steps, for example after parameters were cut and before DDP wraps them again.
@@ -438,8 +436,9 @@ class CompressedDDPStrategy(FollowsStructure):
 
     @property
     def chosen_bits(self) -> int | None:
-        """Bits that the controller chose for the next step, or None without one."""
-        return None if self._bits is None else self._bits.controller.bits
+        """Bits that the controller chose for the next step, or None without one or while gradients are float32."""
+        bits = self._active_bits()
+        return None if bits is None else bits.controller.bits
 
     # --- small things
 

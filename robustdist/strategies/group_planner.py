@@ -42,6 +42,7 @@ class GroupPlanner:
         self._ready: dict[str, float] = {}
         self._sums = dict.fromkeys(self._numels, 0.0)
         self._num_steps = 0
+        self._skipped = (0.0, 0)
         self._hooks: list[RemovableHandle] = [
             parameter.register_post_accumulate_grad_hook(self._hook(name))  # type: ignore[no-untyped-call]
             for name, parameter in module.named_parameters()
@@ -59,15 +60,18 @@ class GroupPlanner:
         A collective of the default group in that step: all ranks must call it, between two steps.
         """
         self._num_steps += 1
+        stats = engine.stats
+        if self._num_steps == _SKIPPED:
+            self._skipped = stats.codec_seconds, stats.steps
         if self._num_steps > _SKIPPED:
             for name in self._sums:
                 self._sums[name] += self._ready.get(name, 0.0)
         if self._num_steps < _SKIPPED + _WATCHED:
             return None
         self.close()
-        stats = engine.stats
-        handled = 4 * sum(self._numels.values()) * stats.steps
-        own = [*(seconds / _WATCHED for seconds in self._sums.values()), stats.codec_seconds / handled]
+        codec_seconds, steps = stats.codec_seconds - self._skipped[0], stats.steps - self._skipped[1]
+        handled = 4 * sum(self._numels.values()) * max(steps, 1)
+        own = [*(seconds / _WATCHED for seconds in self._sums.values()), codec_seconds / handled]
         means = torch.tensor(own, dtype=torch.float64, device=self._device)
         dist.all_reduce(means)
         *ready, codec = (means / dist.get_world_size()).tolist()

@@ -14,8 +14,10 @@ from robustdist._lightning import Callback, GradientAccumulationScheduler, Light
 from robustdist.comm import Compressor
 from robustdist.comm.cost import Collective, choose
 from robustdist.comm.overrides import check_overrides
+from robustdist.comm.reduction import check_warmup
 from robustdist.comm.residual_state import RESIDUALS
 from robustdist.errors import RobustDistWarning, UsageError
+from robustdist.optim import OneBitAdam
 from robustdist.types import check_count
 
 __all__ = [
@@ -26,6 +28,7 @@ __all__ = [
     "check_options",
     "check_skipped",
     "check_trainer",
+    "check_warmup_of",
     "check_wrapped",
     "warn_of_gradient",
 ]
@@ -36,7 +39,9 @@ _MAX_SKIPPED = 100
 _HOOKS = ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "model_averaging_period")
 
 
-def check_options(options: Mapping[str, Any], *, residuals: str, small: int, segment: int | None) -> None:
+def check_options(
+    options: Mapping[str, Any], *, residuals: str, small: int, segment: int | None, warmup_steps: int
+) -> None:
     """Refuse values out of range, and options of DDPStrategy that would put another hook in the place of ours.
 
     Raises:
@@ -47,6 +52,7 @@ def check_options(options: Mapping[str, Any], *, residuals: str, small: int, seg
     check_count(small, "small")
     if segment is not None:
         check_count(segment, "segment")
+    check_warmup(warmup_steps)
     for name in _HOOKS:
         if options.get(name) is not None:
             raise UsageError(
@@ -119,6 +125,23 @@ def check_optimizers(optimizers: Sequence[Optimizer], world_size: int) -> None:
             "LBFGS and a compressor exclude each other on several processes, each of which decides from its own loss "
             "on the number of its backward passes: use another optimiser, or a single process"
         )
+
+
+def check_warmup_of(optimizers: Sequence[Optimizer], warmup_steps: int) -> None:
+    """Refuse a warm-up in float32 that is longer than the one of OneBitAdam, which sends momenta in one bit afterwards.
+
+    Raises:
+        UsageError: Naming both numbers.
+    """
+    for optimizer in optimizers:
+        if isinstance(optimizer, OneBitAdam):
+            limit = next((step for step in range(warmup_steps) if not optimizer.wants_gradient_sync(step)), None)
+            if limit is not None:
+                raise UsageError(
+                    f"warmup_steps={warmup_steps} exceeds the {limit} steps in which OneBitAdam averages gradients: "
+                    f"give warmup_steps={limit} or less, or raise its freeze_step"
+                    + (" and kappa" if optimizer.variance == "zero_one" else "")
+                )
 
 
 def check_groups(groups: Sequence[Sequence[str]], module: LightningModule) -> None:

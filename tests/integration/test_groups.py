@@ -18,7 +18,7 @@ GROUPS = [
 
 def outcome(trainer, module):
     strategy = trainer.strategy
-    return module.state_dict(), strategy._router.sent, strategy._router.join, strategy.comm_stats()
+    return module.state_dict(), strategy._route.router.sent, strategy._route.router.join, strategy.comm_stats()
 
 
 class Times(pl.Callback):
@@ -38,7 +38,7 @@ def fit(folder, strategy, *, epochs=4, collect=outcome, **options):
 def test_given_groups(tmp_path):
     def collect(trainer, module):
         (times,) = [callback.times for callback in trainer.callbacks if isinstance(callback, Times)]
-        return module.state_dict(), trainer.strategy._router.sent, times
+        return module.state_dict(), trainer.strategy._route.router.sent, times
 
     results = fit(tmp_path, compressed(Sign(), groups=GROUPS), callbacks=[Times()], collect=collect)
     assert identical(results[0][0], results[1][0])

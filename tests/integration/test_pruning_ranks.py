@@ -55,14 +55,16 @@ def test_ranks_with_other_data_stay_equal(tmp_path, method):
     assert module.pruning_recipe.hash()
 
 
-@pytest.mark.parametrize("compressor", ["QSGD", "Sign", "TopK", "PowerSGD", "EF21"])
-def test_compressed_communication_goes_on(tmp_path, compressor):
+@pytest.mark.parametrize(
+    ("compressor", "warmup_steps"), [("QSGD", 0), ("Sign", 0), ("TopK", 0), ("PowerSGD", 0), ("EF21", 0), ("Sign", 10)]
+)
+def test_compressed_communication_goes_on(tmp_path, compressor, warmup_steps):
     from robustdist import comm
     from robustdist.strategies import CompressedDDPStrategy
 
     options = {"TopK": {"ratio": 0.1}, "QSGD": {"bits": 4}, "EF21": {"base": comm.TopK(ratio=0.1)}}
     codec = getattr(comm, compressor)(**options.get(compressor, {}))
-    strategy = CompressedDDPStrategy(compressor=codec, sides=2, start_method="fork")
+    strategy = CompressedDDPStrategy(compressor=codec, sides=2, warmup_steps=warmup_steps, start_method="fork")
     pl.seed_everything(0)
     module = Module(width=16)
     trainer = trainer_of(tmp_path, [pruning(), Digests()], devices=2, strategy=strategy, max_epochs=3)
