@@ -27,7 +27,7 @@ from robustdist.strategies.auto_codec import given_codec, measured_codec, num_gr
 from robustdist.strategies.bit_control import BitControl
 from robustdist.strategies.comm_checkpoint import KEY, change_communication, communication_state, restore_communication
 from robustdist.strategies.comm_hook import GradBucket, make_hook
-from robustdist.strategies.gradient_route import GradientRoute, Groups
+from robustdist.strategies.gradient_route import GradientRoute, Groups, tell_of_end, tell_of_switch
 from robustdist.strategies.launchers import FollowsStructure
 from robustdist.strategies.momentum_sync import MomentumSync
 from robustdist.strategies.refusals import (
@@ -214,8 +214,7 @@ class CompressedDDPStrategy(FollowsStructure):
     def _watch_module(self, engine: CommEngine, module: LightningModule) -> None:
         if self._route is not None:
             self._route.close()
-        dynamic = self._engine_options["dynamic"]
-        self._route = GradientRoute(self._groups, engine, module, self.root_device, dynamic=dynamic)
+        self._route = GradientRoute(self._groups, engine, module, self.root_device, dynamic=engine.dynamic)
 
     def on_exception(self, exception: BaseException) -> None:
         """Tell the other processes, which would wait for this one until the time-out, and learn who is missing."""
@@ -324,10 +323,7 @@ class CompressedDDPStrategy(FollowsStructure):
         if self.engine is not None:
             self._skipped, dense = 0, self.engine.dense
             self.engine.commit(self._stepped_by(optimizer))
-            if dense and not self.engine.dense and self.engine.world_size > 1:
-                rank_zero_info(
-                    f"warmup_steps={self.engine.num_steps} are over: gradients now travel in {self.engine.codec!r}"
-                )
+            tell_of_switch(self.engine, dense)
             self._end_step(self.engine)
 
     def _stepped_by(self, optimizer: Any) -> set[str] | None:
@@ -382,6 +378,7 @@ class CompressedDDPStrategy(FollowsStructure):
         """Keep the state for a checkpoint that is saved, or a fit that goes on, after this one."""
         super().on_train_end()
         if self.engine is not None:
+            tell_of_end(self.engine)
             self._final_state, self._trained = self._state(self.engine), self._module()
 
     def _state(self, engine: CommEngine) -> dict[str, Any]:

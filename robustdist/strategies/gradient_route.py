@@ -8,14 +8,14 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from robustdist._lightning import LightningModule
+from robustdist._lightning import LightningModule, rank_zero_info
 from robustdist.comm.cost import Collective
 from robustdist.comm.engine import CommEngine
 from robustdist.strategies.bucket_router import BucketRouter
 from robustdist.strategies.group_planner import start_groups
 from robustdist.strategies.used_parameters import UsedParameters
 
-__all__ = ["GradientRoute", "Groups"]
+__all__ = ["GradientRoute", "Groups", "tell_of_end", "tell_of_switch"]
 
 Groups: TypeAlias = Literal["ddp", "auto"] | Sequence[Sequence[str]]
 
@@ -98,3 +98,22 @@ class GradientRoute:
             if watcher is not None:
                 watcher.close()
         self._planner = self._used = None
+
+
+def tell_of_switch(engine: CommEngine, dense: bool) -> None:
+    """Say that the codec sets in, if the step that has just been counted was the last one without it.
+
+    Args:
+        engine: The engine.
+        dense: Whether the step was one without it.
+    """
+    if dense and not engine.dense and engine.world_size > 1:
+        rank_zero_info(f"warmup_steps={engine.warmup_steps}: done, gradients now travel as {engine.codec!r}")
+
+
+def tell_of_end(engine: CommEngine) -> None:
+    """Say that a training has ended before the codec set in."""
+    if engine.dense and engine.world_size > 1:
+        rank_zero_info(
+            f"warmup_steps={engine.warmup_steps}: nothing was compressed, training ended at {engine.num_steps}"
+        )

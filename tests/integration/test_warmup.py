@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 
 import lightning.pytorch as pl
 import pytest
@@ -10,6 +11,7 @@ import torch
 from lightning.pytorch.strategies import DDPStrategy
 
 from robustdist import UsageError
+from robustdist._lightning import PACKAGE
 from robustdist.comm import DGC, EF21, QSGD, Identity, PowerSGD, Sign, TopK
 from robustdist.comm.controller import BitSchedule
 from robustdist.core.testing import toy_images
@@ -27,10 +29,20 @@ EPOCH, WARMUP = 3, 6
 
 
 class Record(pl.Callback):
-    """Weights, residual norm and what is said of bits before every batch, and the memory at the end."""
+    """Weights, residual norm and bits before every batch, what was said of warm-up, and the state at the end."""
 
     def __init__(self):
-        self.weights, self.norms, self.bits = [], [], []
+        self.weights, self.norms, self.bits, self.told = [], [], [], []
+
+    def on_train_start(self, trainer, module):
+        told = self.told
+
+        class Listen(logging.Handler):
+            def emit(self, record):
+                if "warmup" in record.getMessage():
+                    told.append(record.getMessage())
+
+        logging.getLogger(PACKAGE).addHandler(Listen())  # of this process, which ends with the training
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
         self.weights.append({name: x.clone() for name, x in module.state_dict().items()})
@@ -67,6 +79,7 @@ def test_the_first_steps_are_those_of_ddp(tmp_path, codec, plain):
     assert all(identical(*pair) for pair in zip(first.weights, second.weights, strict=True))
     assert all(identical(*pair) for pair in zip(first.weights[: WARMUP + 1], weights, strict=False))
     assert not identical(first.weights[WARMUP + 1], weights[WARMUP + 1])
+    assert (first.told, second.told) == ([f"warmup_steps={WARMUP}: done, gradients now travel as {codec!r}"], [])
     assert [norm > 0 for norm in first.norms] == [step > WARMUP for step in range(4 * EPOCH)]
 
 
@@ -110,6 +123,7 @@ def straight(tmp_path_factory):
     return whole
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "epoch"),
     [*(("both residuals", epoch) for epoch in range(3)), ("groups", 0), ("momentum", 1), ("bits", 2), ("groups", 2)],
@@ -128,11 +142,13 @@ def test_a_resumed_run_switches_at_the_same_step(tmp_path, straight, case, epoch
         assert leaves(expected.state) == leaves(ours.state)
 
 
+@pytest.mark.slow
 def test_bits_wait_for_the_switch(straight):
     (first, _), _ = straight("bits")
     assert first.bits == [None] * WARMUP + [2] * 3 + [5] * 3
 
 
+@pytest.mark.slow
 def test_groups_wait_for_the_switch(tmp_path, capsys):
     def sent(trainer, module):
         router = trainer.strategy._route.router
@@ -185,6 +201,13 @@ def test_executed_steps_count(tmp_path, options, kind):
         assert dense == {step: step < 5 for step in range(4, 8)}
 
 
+def test_a_training_that_ends_before_the_switch(tmp_path, plain):
+    ours = record(tmp_path, compressed(Sign(), warmup_steps=100), epochs=1)
+    assert identical(ours[0].weights[-1], plain[0][EPOCH - 1])
+    told = "warmup_steps=100: nothing was compressed, training ended at 3"
+    assert [each.told for each in ours] == [[told], []]
+
+
 def test_nothing_is_lost_of_what_stays_when_parameters_are_cut_before_the_switch(tmp_path):
 
     def delivered(codec, **options):
@@ -208,6 +231,7 @@ def test_a_wrong_number(steps):
         CompressedDDPStrategy(Sign(), warmup_steps=steps)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("variance", "limit"), [("onebit", 4), ("zero_one", 3)])
 def test_not_longer_than_that_of_one_bit_adam(tmp_path, variance, limit):
     class Trained(Classifier):
