@@ -265,7 +265,7 @@ _STAGES: dict[str, Callable[[AutoAttack, dict[str, Any]], Attack]] = {
         n_targets=None, steps=whole.steps, restarts=_PLUS_RESTARTS if whole.version == "plus" else 1, **common
     ),
     "fab-t": lambda whole, common: FAB(steps=whole.steps, **common),
-    "square": lambda whole, common: Square(queries=whole.queries, rescale=False, **common),
+    "square": lambda whole, common: Square(queries=whole.queries, rescale=False, look_ahead=True, **common),
 }
 
 

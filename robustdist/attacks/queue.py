@@ -12,7 +12,7 @@ from torch import Tensor
 
 from robustdist.attacks.problem import Problem
 
-__all__ = ["Engine", "Found", "Items", "Progress", "run_queue"]
+__all__ = ["Engine", "Found", "Items", "Progress", "batch_places", "run_queue"]
 
 # Share of the places that must be free before new items are let in: joining copies the whole state.
 _REFILL_SHARE = 0.125
@@ -109,6 +109,15 @@ class Found:
             self.x_adv[rows.to(device)] = progress.point[places.to(device)]
 
 
+def batch_places(problem: Problem, batch_size: int | None) -> int:
+    """Return the largest number of items in one forward pass; ``batch_size`` as for :func:`run_queue`."""
+    if not problem.rowwise:
+        return len(problem.x)
+    # memory was enough for the call, so places of images that an earlier attack broke are free for more targets
+    largest = problem.call_size or len(problem.x)
+    return batch_size or (min(largest, _CPU_BATCH) if problem.x.device.type == "cpu" else largest)
+
+
 def run_queue(problem: Problem, engine: Engine[State], *, batch_size: int | None = None, drop: bool = True) -> Found:
     """Run every group of ``engine`` on every image, in batches of at most ``batch_size`` items.
 
@@ -126,11 +135,8 @@ def run_queue(problem: Problem, engine: Engine[State], *, batch_size: int | None
     """
     num_images = len(problem.x)
     found = Found(problem)
-    # memory was enough for the call, so places of images that an earlier attack broke are free for more targets
-    largest = problem.call_size or num_images
-    capacity = batch_size or (min(largest, _CPU_BATCH) if problem.x.device.type == "cpu" else largest)
-    if not problem.rowwise:
-        capacity, drop = num_images, False
+    capacity = batch_places(problem, batch_size)
+    drop = drop and problem.rowwise
     waiting = deque((group, row) for group in range(engine.num_groups) for row in range(num_images))
     items: State | None = None
     while True:

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from robustdist.attacks.base import Attack, Problem
 from robustdist.attacks.losses import LossName, check_class_indices
-from robustdist.attacks.queue import run_queue
-from robustdist.attacks.square_search import ENGINES
+from robustdist.attacks.queue import batch_places, run_queue
+from robustdist.attacks.square_proposals import ENGINES
 from robustdist.errors import UsageError
 from robustdist.types import NORMS, AttackLoss, Number, check_count
 
@@ -38,6 +38,9 @@ class Square(Attack):
         drop: Whether an image leaves as soon as it is misclassified.
         batch_size: Largest number of images in one forward pass; default the batch of the call. Draws are held for at
             most twice as many, ``4 * queries * (2 + channels)`` bytes each (linf; l2 ``5 + channels``).
+        look_ahead: Whether places in a batch that fallen images leave free are filled with the next proposals of those
+            left, up to 32 places. The search and what it finds stay the same. Proposals behind one that is kept are
+            asked in vain, so with False an image costs ``queries`` forward passes at most, with True fewer seconds.
         **kwargs: As in :class:`~robustdist.attacks.base.Attack`; ``attack_loss`` must stay "margin".
 
     Raises:
@@ -59,6 +62,7 @@ class Square(Attack):
         restarts: int = 1,
         drop: bool = True,
         batch_size: int | None = None,
+        look_ahead: bool = False,
         attack_loss: LossName | AttackLoss = "margin",
         **kwargs: Any,
     ) -> None:
@@ -75,13 +79,16 @@ class Square(Attack):
             raise UsageError("Square compares margins: leave attack_loss out, or use PGD for other losses")
         super().__init__(eps=eps, step_size=0.0, attack_loss="margin", **kwargs)
         self.queries, self.p_init, self.rescale, self.restarts = queries, p_init, rescale, restarts
-        self.drop, self.batch_size = drop, batch_size
+        self.drop, self.batch_size, self.look_ahead = drop, batch_size, look_ahead
 
     def perturb(self, problem: Problem) -> Tensor:
         """Return the best point of every image."""
         problem.followed.fill_(True)  # it follows no gradient
         check_class_indices(problem.judge(problem.x, self.batch_size), problem.y)
-        engine = ENGINES[problem.norm](problem, self.queries, self.p_init, self.restarts, rescale=self.rescale)
+        rows_ahead = batch_places(problem, self.batch_size) if self.look_ahead else 0
+        engine = ENGINES[problem.norm](
+            problem, self.queries, self.p_init, self.restarts, rescale=self.rescale, rows_ahead=rows_ahead
+        )
         return run_queue(problem, engine, batch_size=self.batch_size, drop=self.drop).x_adv
 
     def with_loss(self, attack_loss: LossName | AttackLoss) -> Attack:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from robustdist.attacks import Square
 from robustdist.attacks.losses import LOSSES
-from robustdist.attacks.square_search import _SquareEngine, patch_share
+from robustdist.attacks.square_search import SquareEngine, patch_share
 from robustdist.core.rng import Noise
 from robustdist.errors import UsageError
 
@@ -76,6 +76,21 @@ def test_rows_do_not_depend_on_their_company(task, norm, eps):
     torch.testing.assert_close(apart, together[order], rtol=0, atol=1e-9)
     small = Square(norm=norm, eps=eps, queries=60, batch_size=3)(net, x, y, sample_ids=ids)
     torch.testing.assert_close(small, together, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("drop", [True, False])
+@pytest.mark.parametrize(("norm", "eps"), [("linf", EPS), ("l2", 2.0), ("linf", 0.02)])
+def test_looking_ahead_is_the_same_search_in_fewer_forward_passes(task, norm, eps, drop):
+    """Restarts and searches of unequal age included; what is asked in vain stays below what is used."""
+    net, x, y = task.net.double(), task.x[:4].double(), task.y[:4]
+    common = {"norm": norm, "eps": eps, "queries": 150, "restarts": 2, "drop": drop, "batch_size": 24}
+    plain, eager = Watched(net), Watched(net)
+    expected = Square(**common)(plain, x, y)
+    found = Square(look_ahead=True, **common)(eager, x, y)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
+    assert len(eager.seen) < 0.7 * len(plain.seen)
+    assert max(len(batch) for batch in eager.seen) <= 24
+    assert sum(len(batch) for batch in eager.seen) < 2 * sum(len(batch) for batch in plain.seen)
 
 
 @pytest.mark.parametrize(("norm", "eps"), [("linf", 0.02), ("l2", 0.2)])
@@ -161,14 +176,14 @@ def test_wrong_options(options, words):
 @pytest.mark.parametrize(("norm", "eps"), [("linf", 0.05), ("l2", 0.5)])
 def test_draws_are_held_for_the_searches_at_hand_and_stay_those_of_their_rows(task, norm, eps, monkeypatch):
     sizes = []
-    start = _SquareEngine.start
+    start = SquareEngine.start
 
     def watched(self, rows, group):
         items = start(self, rows, group)
         sizes.append(len(self._draws))
         return items
 
-    monkeypatch.setattr(_SquareEngine, "start", watched)
+    monkeypatch.setattr(SquareEngine, "start", watched)
     options = {"norm": norm, "eps": eps, "queries": 12, "restarts": 4}
     net, x, ids = task.net.double(), task.x.double(), list(range(10))
     few = Square(batch_size=2, **options).run(net, x, task.y, sample_ids=ids)
