@@ -14,8 +14,11 @@ from torch.autograd.function import once_differentiable
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
+from robustdist.core.strided import read_pixels
+
 __all__ = ["CheapDoubleBackward", "twice_differentiable"]
 
+_RELUS = (torch.relu, torch.Tensor.relu, F.relu)
 _CONVOLUTIONS = {torch.conv1d: 1, torch.conv2d: 2, torch.conv3d: 3}
 _convolution_backward = torch.ops.aten.convolution_backward
 _batch_norm_backward = torch.ops.aten.native_batch_norm_backward
@@ -35,9 +38,10 @@ class CheapDoubleBackward(TorchFunctionMode):
     r"""Make the gradient of an input gradient cheaper, for the forward passes within.
 
     For ``torch.autograd.grad(loss, inputs, create_graph=True)``: torch takes the weights' part of the second derivative
-    of a convolution by a convolution with a kernel as large as the image, and that of batch norm in some twenty passes
-    over the activations. Here they are one weight gradient, and one backward pass of batch norm plus a sum per channel
-    of each activation. With :math:`v` the gradient that arrives at :math:`g_x`, the input gradient,
+    of a convolution by a convolution with a kernel as large as the image, that of batch norm in some twenty passes
+    over the activations, and that of ReLU by adding zeros. Here they are one weight gradient, one backward pass of
+    batch norm plus a sum per channel of each activation, and nothing. With :math:`v` the gradient that arrives at
+    :math:`g_x`, the input gradient,
 
     .. math::
         g_x = \mathrm{conv}^T(g_y, w): \quad \partial g_y = \mathrm{conv}(v, w), \;
@@ -74,6 +78,8 @@ class CheapDoubleBackward(TorchFunctionMode):
             return _convolution(func, *args, **kwargs)
         if func is F.batch_norm:
             return _batch_norm(*args, **kwargs)
+        if func in _RELUS:
+            return _relu(func, *args, **kwargs)
         return func(*args, **kwargs)
 
 
@@ -96,6 +102,8 @@ def _convolution(
         return func(x, weight, bias, stride, padding, dilation, groups)
     geometry = [[size] * dims if isinstance(size, int) else list(size) for size in (stride, padding, dilation)]
     geometry = [size * dims if len(size) == 1 else size for size in geometry]
+    if weight.shape[2:].numel() == 1 and not any(geometry[1]):
+        x, geometry[0] = read_pixels(x, geometry[0]), [1] * dims
     args = (*geometry, False, [0] * dims, groups)
     out: Tensor = _Convolution.apply(x, weight, args)
     # a path of its own for the weight gradient, so that autograd leaves it out where it is not asked for
@@ -231,6 +239,44 @@ class _BatchNormGradient(Function):
         scale = weight * inv_std.square()
         of_hat = scale * (2 * a * b - s) * inv_std
         constant = scale * (b * mean_v + a * mean_g) - of_hat * mean
-        of_x = torch.addcmul(per_channel(constant), x, per_channel(of_hat))
+        # x times one value per channel plus another, in one pass: what batch norm is in evaluation mode
+        of_x = torch.native_batch_norm(x, of_hat, constant, torch.zeros_like(a), ones, False, 0.0, 0.0)[0]
         of_x.addcmul_(v, per_channel(-scale * b)).addcmul_(grad, per_channel(-scale * a))
         return of_grad, of_x, of_weight, None, None, None
+
+
+def _relu(func: Callable[..., Tensor], x: Tensor, inplace: bool = False) -> Tensor:
+    if inplace or not _applies(x):
+        return func(x, inplace=True) if inplace else func(x)
+    out: Tensor = _ReLU.apply(x)
+    return out
+
+
+class _ReLU(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        out = torch.relu(x)
+        ctx.save_for_backward(out)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (out,) = ctx.saved_tensors
+        masked: Tensor = _Mask.apply(grad, out.detach())
+        return masked
+
+
+class _Mask(Function):
+    """The gradient where the output was positive; how often that changes with the input is zero almost everywhere."""
+
+    @staticmethod
+    def forward(ctx: Any, grad: Tensor, out: Tensor) -> Tensor:
+        ctx.save_for_backward(out)
+        masked: Tensor = torch.ops.aten.threshold_backward(grad, out, 0)
+        return masked
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, v: Tensor) -> tuple[Tensor, None]:
+        (out,) = ctx.saved_tensors
+        return torch.ops.aten.threshold_backward(v, out, 0), None

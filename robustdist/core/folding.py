@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from robustdist.core.rng import Noise
+from robustdist.core.strided import PickedPixels
 
 __all__ = [
     "ConvNormPair",
@@ -267,7 +268,8 @@ def _is_plain(part: nn.Module) -> bool:
     tensors = [*part.parameters(False), *part.buffers(False)]
     return (
         not is_watched(part)
-        and not any(name in attributes for name in ("forward", "weight", "bias", "running_mean", "running_var"))
+        and isinstance(attributes.get("forward"), (PickedPixels, type(None)))
+        and not any(name in attributes for name in ("weight", "bias", "running_mean", "running_var"))
         and all(tensor.dtype in _DTYPES for tensor in tensors if tensor.is_floating_point())
     )
 

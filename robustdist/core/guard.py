@@ -11,6 +11,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from robustdist.core.strided import strided_pointwise
+
 __all__ = [
     "forked_rng",
     "frozen_parameters",
@@ -186,6 +188,7 @@ def pure(module: nn.Module, mode: Literal["eval", "train"], device: torch.device
         ordinary_attributes(module),
         unchanged_buffers(module),
         forked_rng(device, seed),
+        strided_pointwise(module, device),
         _differentiable_rnns(module, device),
     ):
         yield

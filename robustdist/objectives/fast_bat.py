@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -10,6 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from robustdist.core.double_backward import twice_differentiable
+from robustdist.core.strided import strided_pointwise
 from robustdist.errors import UsageError
 from robustdist.objectives.base import Objective, ObjectiveContext
 from robustdist.types import Number, parse_number
@@ -98,7 +98,8 @@ class FastBAT(Objective):
 
         def ascent(delta: Tensor, *, create_graph: bool) -> Tensor:
             leaf = delta.detach().requires_grad_()
-            with twice_differentiable() if create_graph else nullcontext():
+            once = strided_pointwise(context.module, x.device)
+            with twice_differentiable() if create_graph else once:
                 logits = problem.logits(x + leaf)
             value = problem.loss(logits, problem.y).sum()
             # scaled on its way through half precision, as the update is

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-
 import torch
 from torch import Tensor
 
 from robustdist.attacks.base import Attack
 from robustdist.attacks.functional import random_start
 from robustdist.core.double_backward import twice_differentiable
+from robustdist.core.strided import strided_pointwise
 from robustdist.errors import UsageError
 from robustdist.objectives.base import Objective, ObjectiveContext
 from robustdist.objectives.fgsm_rs import FGSMRS
@@ -61,7 +60,8 @@ class GradAlign(Objective):
 
         def gradient(at: Tensor, *, create_graph: bool) -> Tensor:
             leaf = at.detach().requires_grad_()
-            with twice_differentiable() if create_graph else nullcontext():
+            once = strided_pointwise(context.module, at.device)
+            with twice_differentiable() if create_graph else once:
                 logits = problem.logits(leaf)
             # scaled on its way through half precision, as the update is; the cosine does not see it
             value = problem.loss_scale * problem.loss(logits, problem.y).sum()

@@ -25,6 +25,9 @@ NETS = {
         (4, 3, 5, 5),
     ),
     "norm_first": (nn.Sequential(nn.BatchNorm2d(3, momentum=None), nn.ReLU(), nn.Conv2d(3, 4, 3)), (4, 3, 6, 6)),
+    "pixels": (nn.Sequential(nn.Conv2d(4, 6, 1, stride=(2, 3), groups=2), nn.BatchNorm2d(6), nn.ReLU()), (3, 4, 7, 8)),
+    "pixels_on_a_line": (nn.Sequential(nn.Conv1d(4, 3, 1, stride=2), nn.ReLU(), nn.Conv1d(3, 2, 2)), (3, 4, 9)),
+    "in_place": (nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(inplace=True), nn.Conv2d(4, 2, 3)), (2, 3, 7, 7)),
     "evaluated": (nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Tanh()).eval(), (3, 3, 6, 6)),
 }
 
