@@ -16,6 +16,7 @@ from robustdist.errors import UsageError
 from robustdist.pruning.groups import UnitGroup, kept_indices
 from robustdist.pruning.layers import attributes_of_layer
 from robustdist.pruning.projections import is_below
+from robustdist.pruning.surgery import UndoLog, operate
 
 __all__ = ["Cut", "Fingerprint", "PruningRecipe", "compile_recipe", "tensor_aliases"]
 
@@ -108,7 +109,7 @@ class PruningRecipe:
     aliases: Mapping[str, str] = field(default_factory=dict)
     provenance: Mapping[str, Any] = field(default_factory=dict)
 
-    def apply(self, module: nn.Module) -> Any:
+    def apply(self, module: nn.Module) -> UndoLog:
         """Make ``module`` small, in place; parameters stay the same objects.
 
         Dtype, device, ``requires_grad``, memory format and gradients are kept; the meta device works.
@@ -119,10 +120,14 @@ class PruningRecipe:
         Raises:
             UsageError: If ``module`` is not the dense model of this recipe; it is left untouched.
         """
-        from robustdist.pruning.surgery import carry_out
-
         self.check_fits(module)
-        return carry_out(self, module)
+        return operate(
+            module,
+            swaps=self.swaps,
+            dropped_layers=self.dropped_layers,
+            cuts=((cut.tensor, cut.dim, cut.index) for cut in self.cuts),
+            attributes=self.attributes,
+        )
 
     def check_fits(self, module: nn.Module) -> None:
         """Refuse a module that is not the dense model.

@@ -1,19 +1,17 @@
-"""Carries a recipe out on a module, and back."""
+"""Cuts tensors, layers and classes of a module, and puts them back."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from robustdist.errors import UsageError
+from robustdist.pruning.attention import PassThrough, slim
 
-if TYPE_CHECKING:
-    from robustdist.pruning.recipe import PruningRecipe
-
-__all__ = ["UndoLog", "carry_out", "check_no_graph_is_held"]
+__all__ = ["UndoLog", "check_no_graph_is_held", "operate"]
 
 
 class UndoLog:
@@ -32,14 +30,29 @@ class UndoLog:
             self._steps.pop()()
 
 
-def carry_out(recipe: PruningRecipe, module: nn.Module) -> UndoLog:
-    """Do what ``recipe`` says. If anything fails the module is as it was."""
+def operate(
+    module: nn.Module,
+    *,
+    swaps: Iterable[str] = (),
+    dropped_layers: Iterable[str] = (),
+    cuts: Iterable[tuple[str, int, Tensor]] = (),
+    attributes: Mapping[str, Mapping[str, Any]] | None = None,
+) -> UndoLog:
+    """Change ``module`` in place, in the order of the arguments. If anything fails it is as it was.
+
+    Args:
+        module: The module.
+        swaps: Paths of attention modules that get a class which can lack heads.
+        dropped_layers: Paths of layers that let their input through from now on.
+        cuts: Name of a parameter or buffer, dimension, and the indices that stay along it.
+        attributes: Path of a sub-module to the values that attributes of it get.
+    """
     log = UndoLog()
     try:
-        _swap_classes(recipe, module, log)
-        _drop_layers(recipe, module, log)
-        _cut_tensors(recipe, module, log)
-        _set_attributes(recipe, module, log)
+        _swap_classes(module, swaps, log)
+        _drop_layers(module, dropped_layers, log)
+        _cut_tensors(module, cuts, log)
+        _set_attributes(module, attributes or {}, log)
     except BaseException:
         log.undo()
         raise
@@ -64,17 +77,13 @@ def check_no_graph_is_held(module: nn.Module) -> None:
                 ) from error
 
 
-def _swap_classes(recipe: PruningRecipe, module: nn.Module, log: UndoLog) -> None:
-    from robustdist.pruning.attention import slim
-
-    for path in recipe.swaps:
+def _swap_classes(module: nn.Module, swaps: Iterable[str], log: UndoLog) -> None:
+    for path in swaps:
         log.note(slim(module.get_submodule(path)))
 
 
-def _drop_layers(recipe: PruningRecipe, module: nn.Module, log: UndoLog) -> None:
-    from robustdist.pruning.attention import PassThrough
-
-    for path in recipe.dropped_layers:
+def _drop_layers(module: nn.Module, dropped: Iterable[str], log: UndoLog) -> None:
+    for path in dropped:
         parent_path, _, name = path.rpartition(".")
         parent = module.get_submodule(parent_path)
         layer = parent.get_submodule(name)
@@ -82,12 +91,12 @@ def _drop_layers(recipe: PruningRecipe, module: nn.Module, log: UndoLog) -> None
         log.note(lambda parent=parent, name=name, layer=layer: parent.add_module(name, layer))  # type: ignore[misc]
 
 
-def _cut_tensors(recipe: PruningRecipe, module: nn.Module, log: UndoLog) -> None:
+def _cut_tensors(module: nn.Module, cuts: Iterable[tuple[str, int, Tensor]], log: UndoLog) -> None:
     tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    cuts: dict[str, list[tuple[int, Tensor]]] = {}
-    for cut in recipe.cuts:
-        cuts.setdefault(cut.tensor, []).append((cut.dim, cut.index))
-    for name, places in cuts.items():
+    by_tensor: dict[str, list[tuple[int, Tensor]]] = {}
+    for name, dim, index in cuts:
+        by_tensor.setdefault(name, []).append((dim, index))
+    for name, places in by_tensor.items():
         tensor = tensors[name]
         dense, grad = tensor.data, tensor.grad
         tensor.grad = None  # its shape is checked against that of the data
@@ -111,8 +120,8 @@ def _put_back(tensor: Tensor, dense: Tensor, grad: Tensor | None) -> None:
     tensor.grad = grad
 
 
-def _set_attributes(recipe: PruningRecipe, module: nn.Module, log: UndoLog) -> None:
-    for path, values in recipe.attributes.items():
+def _set_attributes(module: nn.Module, attributes: Mapping[str, Mapping[str, Any]], log: UndoLog) -> None:
+    for path, values in attributes.items():
         layer = module.get_submodule(path)
         for name, value in values.items():
             before: Any = getattr(layer, name)
