@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -17,10 +19,12 @@ from robustdist.attacks.losses import LOSSES, LossName, check_class_indices
 from robustdist.attacks.square import Square
 from robustdist.attacks.token_pgd import TokenPGD
 from robustdist.attacks.torch_attack import TorchAttack
+from robustdist.core.fast_path import FastPath
 from robustdist.core.forward import AttackPrecision, precision_context
 from robustdist.core.guard import frozen_parameters
 from robustdist.core.rng import Noise, derive_seed
-from robustdist.errors import UsageError
+from robustdist.core.stand_ins import StandIns, stand_ins
+from robustdist.errors import RobustDistWarning, UsageError
 from robustdist.types import AttackLoss, Number, check_count
 
 __all__ = ["AutoAttack"]
@@ -32,6 +36,8 @@ _VERSIONS = {
 }
 _PLUS_RESTARTS = 5
 _RAND_EOT = 20
+# Images on which a fold of batch norms is checked.
+_NUM_CHECKED = 16
 
 
 class AutoAttack(Attack):
@@ -61,7 +67,9 @@ class AutoAttack(Attack):
         queries: Forward passes of Square.
         precision: "32", or "bf16" to search with forward passes in bfloat16; iterates and projections stay in float32
             and every success is confirmed by the model's own forward pass without autocast.
-        channels_last: Search on images in channels-last order, which many convolutions prefer; confirmed likewise.
+        channels_last: Search in channels-last order, which many convolutions prefer; confirmed likewise.
+        fold_batch_norm: Search with batch norms folded into convolutions where a check on the first images of the call
+            allows it, see :class:`~robustdist.core.fast_path.FastPath`; confirmed likewise.
         drop: Whether an image leaves a stage as soon as it is broken.
         batch_size: Largest number of (image, target, restart) in one forward pass, those that judge and those of stages
             without such an option included; default the batch of the call.
@@ -94,6 +102,7 @@ class AutoAttack(Attack):
         queries: int = 5000,
         precision: Literal["32", "bf16"] = "32",
         channels_last: bool = False,
+        fold_batch_norm: bool = False,
         drop: bool = True,
         batch_size: int | None = None,
         attack_loss: LossName | AttackLoss = "margin",
@@ -115,7 +124,9 @@ class AutoAttack(Attack):
             if count is not None:
                 check_count(count, option)
         super().__init__(eps=eps, step_size=0.0, attack_loss="margin", **kwargs)
-        self.version, self.precision, self.channels_last = version, precision, channels_last
+        self.version, self.precision = version, precision
+        self.channels_last, self.fold_batch_norm = channels_last, fold_batch_norm
+        self._copies: StandIns = {}
         self.steps, self.queries, self.drop, self.batch_size = steps, queries, drop, batch_size
         chosen = list(attacks or []) if version == "custom" else list(_VERSIONS[version])
         if not chosen:
@@ -128,7 +139,29 @@ class AutoAttack(Attack):
         # foreign code may call backward(); nothing of it may reach the weights
         foreign = any(isinstance(attack, TorchAttack) for attack in self.attacks)
         with frozen_parameters(model) if foreign and isinstance(model, nn.Module) else nullcontext():
-            return super().run(model, x, y, **kwargs)
+            return super(AutoAttack, self._equipped(model, x, **kwargs)).run(model, x, y, **kwargs)
+
+    def _equipped(
+        self,
+        model: nn.Module,
+        x: Tensor,
+        *,
+        forward: Callable[[Tensor], Any] | None = None,
+        rowwise: bool = True,
+        **_: Any,
+    ) -> AutoAttack:
+        """Return this attack with copies of the weights as the cheap search wants them."""
+        wanted = self.channels_last or self.fold_batch_norm
+        if not (wanted and isinstance(model, nn.Module) and x.is_floating_point() and len(x)):
+            return self
+        fast_path = FastPath(_precision_for(x, self.precision), self.channels_last, self.fold_batch_norm)
+        if self.fold_batch_norm:
+            fast_path.prepare(model, x[:_NUM_CHECKED] if rowwise else x, forward=forward)
+            for note in fast_path.notes:
+                warnings.warn(note, RobustDistWarning, stacklevel=3)
+        equipped = copy.copy(self)
+        equipped._copies = fast_path.stand_ins(model)
+        return equipped
 
     def problem(
         self,
@@ -148,17 +181,16 @@ class AutoAttack(Attack):
             with precision_context("32", x.device):
                 return logits(x)
 
-        # a model in half precision is cheap already, and autocast would mix its types
-        precision: AttackPrecision = "32" if x.itemsize == 2 else self.precision
+        precision = _precision_for(x, self.precision)
 
         def cheap(x: Tensor) -> Tensor:
             if self.channels_last and x.dim() == 4:
                 x = x.contiguous(memory_format=torch.channels_last)
-            with precision_context(precision, x.device):
+            with precision_context(precision, x.device), stand_ins(self._copies):
                 return logits(x)
 
         problem.logits = plain
-        if self.channels_last or precision == "bf16":
+        if self.channels_last or self.fold_batch_norm or precision == "bf16":
             problem.search = cheap
         return problem
 
@@ -267,6 +299,11 @@ _STAGES: dict[str, Callable[[AutoAttack, dict[str, Any]], Attack]] = {
     "fab-t": lambda whole, common: FAB(steps=whole.steps, **common),
     "square": lambda whole, common: Square(queries=whole.queries, rescale=False, look_ahead=True, **common),
 }
+
+
+def _precision_for(x: Tensor, precision: Literal["32", "bf16"]) -> AttackPrecision:
+    """A model in half precision is cheap already, and autocast would mix its types."""
+    return "32" if x.itemsize == 2 else precision
 
 
 def _names(entries: Sequence[str | Attack]) -> list[str]:

@@ -31,6 +31,7 @@ _JUDGES = {
     "exact": "robustdist, float32",
     "fast": "robustdist, bf16 search, channels last",
     "channels_last": "robustdist, float32 search, channels last",
+    "folded": "robustdist, float32 search, channels last, batch norms folded",
     _REFERENCE: "pyautoattack, standard",
     "torchattacks": "torchattacks.AutoAttack('standard')",
 }
@@ -78,8 +79,7 @@ def bench_auto_attack(
 
     Args:
         cases: Networks; default fixture, undefended, mnist and photo.
-        judges: Implementations; default exact, fast, channels_last, pyautoattack and
-            torchattacks.
+        judges: Implementations; default exact, fast, channels_last, folded, pyautoattack and torchattacks.
         out: JSON file for the figures; its folder must exist.
         num_images: Images per network, in one batch.
         steps: Gradient steps and projections.
@@ -212,6 +212,7 @@ _RUNS: dict[str, Callable[[Judged, float, dict[str, Any]], tuple[Tensor, dict[st
     "fast": _ours(precision="bf16", channels_last=True),
     # for machines without bfloat16 units, where emulation makes the row above the slowest
     "channels_last": _ours(channels_last=True),
+    "folded": _ours(channels_last=True, fold_batch_norm=True),
     _REFERENCE: _theirs,
     "torchattacks": _preset,
 }

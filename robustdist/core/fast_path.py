@@ -23,7 +23,7 @@ from robustdist.core.folding import (
 from robustdist.core.forward import AttackPrecision, precision_context
 from robustdist.core.guard import frozen_parameters
 from robustdist.core.layout import channels_last_copies
-from robustdist.core.stand_ins import stand_ins
+from robustdist.core.stand_ins import StandIns, stand_ins
 from robustdist.core.trial import (
     MIN_AGREEMENT,
     FastPathSettings,
@@ -194,6 +194,19 @@ class FastPath:
         """
         with self._applied(self.chosen, module, mode):
             yield
+
+    def stand_ins(self, module: nn.Module, mode: _Mode = "eval") -> StandIns:
+        """Return what :meth:`applied` puts in the place of the weights of ``module``, for many short uses of it.
+
+        Copies of the weights that the module has now, in the number format of the passes at hand; nothing compiled.
+
+        Raises:
+            UsageError: If the module's weights are sharded.
+        """
+        if self.chosen.needs_whole_weights:
+            _check_whole(module)
+        with precision_context(self.chosen.precision, _device(module)):
+            return self._copies(self.chosen, module, mode)
 
     def __str__(self) -> str:
         texts = [f"forward passes of the attack: {self.chosen}"]

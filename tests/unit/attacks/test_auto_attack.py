@@ -10,7 +10,7 @@ from robustdist.attacks import APGD, PGD, AutoAttack, Square, TokenPGD
 from robustdist.attacks.losses import LOSSES
 from robustdist.attacks.queue import run_queue
 from robustdist.core.testing import run_ranks
-from robustdist.errors import UsageError
+from robustdist.errors import RobustDistWarning, UsageError
 from robustdist.evaluation import RobustTally
 
 SMALL = {"steps": 6, "queries": 30}
@@ -186,7 +186,11 @@ def test_a_success_in_bf16_counts_only_if_float32_agrees():
     assert result.stage.tolist() == [-1] * 4
 
 
-@pytest.mark.parametrize("options", [{"precision": "bf16"}, {"channels_last": True}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{"precision": "bf16"}, {"channels_last": True}, {"fold_batch_norm": True, "channels_last": True}],
+    ids=str,
+)
 def test_cheap_searches_find_nearly_the_same(task, options):
     net, x, y = task
     watched = Watched(net)
@@ -196,6 +200,47 @@ def test_cheap_searches_find_nearly_the_same(task, options):
     assert abs(robust[0] - robust[1]) <= 1
     assert any(watched.autocast) == ("precision" in options)
     assert not all(watched.autocast)
+
+
+class Folding(nn.Module):
+    """Notes whether its batch norm is folded away; as a liar it then answers something else."""
+
+    def __init__(self, *, lies: bool) -> None:
+        super().__init__()
+        self.conv, self.norm, self.head = nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Linear(4, 3)
+        self.lies, self.folded = lies, []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.folded.append("forward" in vars(self.norm))
+        logits = self.head(self.norm(self.conv(x)).relu().mean((2, 3)))
+        return logits.flip(1) if self.lies and self.folded[-1] else logits
+
+
+def test_batch_norms_are_folded_in_the_search_and_never_in_the_verdict():
+    net, x = Folding(lies=False).eval(), torch.rand(4, 1, 6, 6)
+    y = net(x).argmax(1)
+    expected = AutoAttack(eps=0.1, **SMALL).run(net, x, y)
+    assert not any(net.folded)
+    result = AutoAttack(eps=0.1, fold_batch_norm=True, **SMALL).run(net, x, y)
+    assert torch.equal(result.stage, expected.stage)
+    assert sum(net.folded) > 20
+    assert not net.folded[-1]  # the verdict
+    assert "forward" not in vars(net.norm)
+
+
+def test_a_fold_that_changes_the_answer_is_not_used():
+    net, x = Folding(lies=True).eval(), torch.rand(4, 1, 6, 6)
+    y = net(x).argmax(1)
+    with pytest.warns(RobustDistWarning, match="batch norm is not folded: logits of the first batch would change"):
+        AutoAttack(eps=0.1, fold_batch_norm=True, **SMALL).run(net, x, y)
+    assert sum(net.folded) <= 2  # the check
+
+
+def test_a_model_without_batch_norms_says_that_there_is_nothing_to_fold():
+    net = nn.Sequential(nn.Flatten(), nn.Linear(36, 3)).eval()
+    x, y = torch.rand(4, 1, 6, 6), torch.zeros(4, dtype=torch.long)
+    with pytest.warns(RobustDistWarning, match="batch norm is not folded: there is none that uses running statistics"):
+        AutoAttack(eps=0.1, fold_batch_norm=True, **SMALL).run(net, x, y)
 
 
 def test_an_autocast_of_the_callers_does_not_reach_the_verdict():
