@@ -186,10 +186,11 @@ class CatastrophicOverfittingGuard(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Check, if it is time."""
-        step, stepped = trainer.global_step, trainer.global_step > self._last_step
+        step, before = trainer.global_step, self._last_step
         self._last_step = step
         if self.every_n_steps is not None:
-            due = stepped and step % self.every_n_steps == 0
+            # several optimisers move the counter by more than one per batch
+            due = step // self.every_n_steps > before // self.every_n_steps
         else:
             due = trainer.is_last_batch and (trainer.current_epoch + 1) % self.every_n_epochs == 0
         if due and self._have_samples(trainer):

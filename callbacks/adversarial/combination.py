@@ -21,10 +21,11 @@ def check_options(objective: Objective, attack_loss: Any, label_smoothing: float
         UsageError: Naming the option and the remedy.
     """
     name = type(objective).__name__
-    if attack_loss == "training_step" and objective.attacks_predictions:
+    if attack_loss is not None and objective.attacks_predictions:
+        shown = repr(attack_loss) if isinstance(attack_loss, str) else getattr(attack_loss, "__name__", "a function")
         raise UsageError(
-            f"attack_loss='training_step' does not go with objective={name}, whose attack follows its own divergence: "
-            "leave attack_loss out"
+            f"attack_loss={shown} does not go with objective={name}, whose attack follows its own divergence: "
+            "leave attack_loss out, or use PGDAT or DAT"
         )
     if not 0 <= label_smoothing < 1:
         raise UsageError(f"label_smoothing={label_smoothing} must be in [0, 1): it is the share of the uniform targets")

@@ -111,6 +111,7 @@ class ObjectiveStep:
             take=lambda rows, y=None: self.take(rows, y).context(),
             module=self.module,
             progress=self.progress,
+            loss_scale=1.0 if self.call.grad_scale is None else self.call.grad_scale,
         )
 
     def take(self, rows: Tensor, y: Any = None) -> ObjectiveStep:

@@ -74,8 +74,9 @@ def publish(
     context: ReportContext,
 ) -> None:
     """Hand figures to the loggers and write the report; on rank zero."""
-    if not trainer.fast_dev_run:  # type: ignore[attr-defined]
-        log_figures(trainer.loggers, history, examples, result, trainer.global_step, prefix=prefix)
+    if trainer.fast_dev_run:  # type: ignore[attr-defined]
+        return  # a report of a batch or two must not take the place of a real one
+    log_figures(trainer.loggers, history, examples, result, trainer.global_step, prefix=prefix)
     if report_dir is None:
         return
     about = {"model": type(trainer.lightning_module).__name__, "stage": context.stage}

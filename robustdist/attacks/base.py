@@ -313,7 +313,9 @@ class Attack(ABC):
         dtype, statistics = x.dtype, self._statistics(pixels)
 
         def logits(pixels: Tensor) -> Tensor:
-            output = as_logits(forward(_from_pixels(pixels, statistics).to(dtype)))
+            given = _from_pixels(pixels, statistics).to(dtype)
+            # a forward that writes into its input must not move the attack's own point
+            output = as_logits(forward(given.clone() if given is pixels else given))
             return output.to(torch.promote_types(output.dtype, torch.float32))
 
         return logits

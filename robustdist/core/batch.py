@@ -152,9 +152,10 @@ class BatchAdapter:
         described = ", ".join(describe(batch)) or "no entries"
         nested = [key for key, value in entries if is_container(value)]
         if nested:
+            first, second = _pair_of_tensors(batch) or (f"{nested[0]}.0", f"{nested[0]}.1")
             raise UsageError(
-                f"the batch is nested ({described}): name the tensors by a path, "
-                f"for example input_key='{nested[0]}.0' and target_key='{nested[0]}.1'"
+                f"the batch is nested ({described}): name the tensors, those inside by a path, "
+                f"for example input_key={first!r} and target_key={second!r}"
             )
         floating = [key for key, value in entries if self._fits(value)]
         if not floating and self.uint8:
@@ -193,3 +194,15 @@ class BatchAdapter:
             return (known[0],)
         problem = "several entries could be the target" if known else "no entry looks like a target"
         raise UsageError(f"{problem} ({described}): name it with target_key")
+
+
+def _pair_of_tensors(batch: Any) -> tuple[str, str] | None:
+    """Return the paths of the first two tensors of the outermost container that has as many."""
+    waiting: list[tuple[Key, ...]] = [()]
+    for path in waiting:
+        entries = entries_of(functools.reduce(entry_of, path, batch))
+        tensors = [shown((*path, key)) for key, value in entries if isinstance(value, Tensor)]
+        if len(tensors) > 1:
+            return tensors[0], tensors[1]
+        waiting += [(*path, key) for key, value in entries if is_container(value)]
+    return None

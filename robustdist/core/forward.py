@@ -73,8 +73,8 @@ def as_logits(output: Any) -> Tensor:
 
 
 @contextmanager
-def captured_logits(module: nn.Module, forward: Forward, x: Tensor) -> Iterator[list[Tensor]]:
-    """Collect the logits that the named part of ``module`` returns for exactly the tensor ``x`` inside the context.
+def captured_logits(module: nn.Module, forward: Forward, is_input: Callable[[Any], bool]) -> Iterator[list[Tensor]]:
+    """Collect the logits that the named part of ``module`` returns inside the context for the input that is meant.
 
     A call on another tensor, an augmented one say, is not collected, nor one without a graph; neither is a function
     given as ``forward``.
@@ -85,7 +85,7 @@ def captured_logits(module: nn.Module, forward: Forward, x: Tensor) -> Iterator[
         return
 
     def keep(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if args and args[0] is x and torch.is_grad_enabled():
+        if args and is_input(args[0]) and torch.is_grad_enabled():
             seen.append(as_logits(output))
 
     part = module if forward is None else module.get_submodule(str(forward))

@@ -99,16 +99,26 @@ class _PixelView(View):
         self.rowwise = not callable(forward)
         self._module, self._batch, self._adapter, self._forward = module, batch, adapter, forward
         self._function = bind_forward(module, forward, batch)
+        self._given: Tensor | None = None
 
     def __call__(self, x: Tensor) -> Any:
-        return self._function(x)
+        return self._function(x.clone())
 
     @contextmanager
     def at(self, x: Tensor) -> Iterator[Any]:
-        yield self._adapter.replace(self._batch, x)
+        # a step may write into its batch, and the next pass needs what was there
+        self._given = x.clone()
+        try:
+            yield self._adapter.copied(self._adapter.replace(self._batch, self._given), self.target_path)
+        finally:
+            self._given = None
 
     def captured(self, x: Tensor) -> AbstractContextManager[list[Tensor]]:
-        return captured_logits(self._module, self._forward, x)
+        def is_point(value: Any) -> bool:
+            # what a step has written into is another point
+            return value is x or (isinstance(value, Tensor) and value is self._given and value._version == 0)
+
+        return captured_logits(self._module, self._forward, is_point)
 
 
 class Embeddings(Space):

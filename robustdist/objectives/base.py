@@ -40,6 +40,7 @@ class ObjectiveContext:
             part with other targets leave no logs.
         module: The module in training, for objectives that read or move its weights.
         progress: How far training is, in (0, 1]; 1 without a Trainer and where nobody asked (``follows_progress``).
+        loss_scale: Factor against underflow of gradients of ``loss`` in half precision; 1 without a gradient scaler.
         logs: Scalars that the objective wants logged: under ``robust/``, or as it is for a key with a slash.
     """
 
@@ -55,6 +56,7 @@ class ObjectiveContext:
     take: Callable[..., ObjectiveContext]
     module: nn.Module
     progress: float = 1.0
+    loss_scale: float = 1.0
     logs: dict[str, Tensor] = field(default_factory=dict)
 
 

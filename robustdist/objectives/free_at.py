@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from robustdist.attacks.base import Attack, Problem
+from robustdist.attacks.token_pgd import TokenPGD
 from robustdist.errors import UsageError
 from robustdist.objectives.base import Objective, ObjectiveContext
 from robustdist.types import check_count
@@ -72,7 +73,16 @@ class FreeAT(Objective):
         self._step: _Step | None = None
 
     def adapt(self, attack: Attack) -> Attack:
-        """Return the attack with the step of this method."""
+        """Return the attack with the step of this method.
+
+        Raises:
+            UsageError: For an attack on tokens.
+        """
+        if isinstance(attack, TokenPGD):
+            raise UsageError(
+                "FreeAT carries its perturbation on to the next batch, which has other tokens in its places: "
+                "use FreeLB for embeddings"
+            )
         return attack.variant(step_size=self.step_factor * attack.eps)
 
     def compute(self, context: ObjectiveContext) -> Tensor | None:

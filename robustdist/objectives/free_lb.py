@@ -57,7 +57,8 @@ class FreeLB(Objective):
                 return None
             losses.append(loss)
             if step < self.steps - 1:
-                (grad,) = torch.autograd.grad(loss, point, retain_graph=True)
+                # scaled on its way through half precision, as the update is; its length plays no part
+                (grad,) = torch.autograd.grad(context.loss_scale * loss, point, retain_graph=True)
                 direction = problem.ascent(torch.nan_to_num(grad, nan=0.0, posinf=0.0, neginf=0.0), point.detach())
                 point = problem.project(point.detach() + problem.step_size * direction)
         if self.steps > 1:

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from robustdist.attacks.base import Attack
-from robustdist.attacks.functional import random_start
 from robustdist.core.double_backward import twice_differentiable
 from robustdist.core.strided import strided_pointwise
 from robustdist.errors import UsageError
@@ -56,7 +55,7 @@ class GradAlign(Objective):
         if loss is None or self.weight == 0:
             return loss
         problem = context.problem()
-        noisy = random_start(problem.x, problem.eps, problem.norm, problem.bounds, problem.noise, "align")
+        noisy = problem.start("align")
 
         def gradient(at: Tensor, *, create_graph: bool) -> Tensor:
             leaf = at.detach().requires_grad_()

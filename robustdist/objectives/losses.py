@@ -2,15 +2,41 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["kl_divergence", "mart_loss", "smoothed"]
+from robustdist.errors import UsageError
+
+__all__ = ["check_class_predictions", "kl_divergence", "mart_loss", "smoothed"]
 
 
 def _log_softmax(logits: Tensor) -> Tensor:
     return logits.to(torch.promote_types(logits.dtype, torch.float32)).log_softmax(1)
+
+
+def check_class_predictions(logits: Tensor, y: Any, name: str) -> None:
+    """Refuse outputs and targets that are not about one class out of several, where softmax means nothing.
+
+    Targets may be class indices or probabilities, in any shape; what is no tensor is not looked at.
+
+    Args:
+        logits: Output of the model, classes in the second dimension.
+        y: The targets.
+        name: The objective.
+
+    Raises:
+        UsageError: Naming the objective.
+    """
+    remedy = f"{name} compares probabilities of classes, use PGDAT or DAT with attack_loss or attack_step"
+    if logits.dim() < 2 or logits.shape[1] < 2:
+        raise UsageError(f"the model returned shape {tuple(logits.shape)}, not (batch, classes, ...): {remedy}")
+    if isinstance(y, Tensor) and (y.is_floating_point() or y.dtype == torch.bool):
+        rows = y.float() if y.shape == logits.shape else None
+        if rows is None or bool((rows < 0).any()) or bool(((rows.sum(1) - 1).abs() > 1e-2).any()):
+            raise UsageError(f"the targets are {y.dtype} of shape {tuple(y.shape)}, no classes: {remedy}")
 
 
 def kl_divergence(logits: Tensor, target_logits: Tensor) -> Tensor:

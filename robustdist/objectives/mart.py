@@ -50,6 +50,6 @@ class MART(Objective):
         ordinary, logits_adv = context.loss_and_logits(x_adv)
         if ordinary is None:
             return None
-        check_class_indices(logits_adv, context.y, remedy="MART is about classification, use TRADES or DAT")
+        check_class_indices(logits_adv, context.y, remedy="MART is about class indices, use PGDAT or DAT")
         logits = context.logits(context.x)
         return mart_loss(logits, logits_adv, context.y.long(), self.beta).mean()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from robustdist.attacks.base import Attack
 from robustdist.errors import UsageError
 from robustdist.objectives.base import Objective, ObjectiveContext
-from robustdist.objectives.losses import kl_divergence
+from robustdist.objectives.losses import check_class_predictions, kl_divergence
 
 __all__ = ["TRADES"]
 
@@ -26,7 +28,7 @@ class TRADES(Objective):
         beta: Weight of the divergence, at least 0.
 
     Raises:
-        UsageError: If ``beta`` is negative.
+        UsageError: If ``beta`` is negative, or outputs and targets are not about classes.
 
     References:
         Zhang et al., "Theoretically Principled Trade-off between Robustness and Accuracy".
@@ -44,9 +46,16 @@ class TRADES(Objective):
         """Return the attack with the divergence as its loss and the start of the paper."""
         return attack.with_loss(kl_divergence).variant(random_start=True, start_std=0.001, restarts=1)
 
+    def trial_targets(self, logits: Tensor, y: Any) -> Any:
+        """Return the clean predictions; refuse outputs and targets that are not about classes."""
+        check_class_predictions(logits, y, type(self).__name__)
+        return super().trial_targets(logits, y)
+
     def compute(self, context: ObjectiveContext) -> Tensor | None:
         """Return the ordinary loss plus ``beta`` times the mean divergence."""
-        x_adv = context.attack(context.x, context.reference(context.x))
+        reference = context.reference(context.x)
+        check_class_predictions(reference, context.y, type(self).__name__)
+        x_adv = context.attack(context.x, reference)
         loss, logits = context.loss_and_logits(context.x)
         if loss is None:
             return None

@@ -130,6 +130,33 @@ def test_checks_by_optimiser_steps(launch, images):
     assert set(memory.values("guard/one_step_acc")) == {entry["one_step_acc"] for entry in entries}
 
 
+def test_checks_where_several_optimisers_count(launch, images):
+    class Alternating(Classifier):
+        """Two optimisers per batch: Lightning's counter moves by two."""
+
+        automatic_optimization = False
+
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            for optimizer in self.optimizers():
+                optimizer.zero_grad()
+            self.manual_backward(loss)
+            for optimizer in self.optimizers():
+                optimizer.step()
+            return loss
+
+        def configure_optimizers(self):
+            parts = (self.net.head.parameters(), self.net.conv.parameters())
+            return [torch.optim.SGD(part, lr=0.0) for part in parts]
+
+    x, y = images(48)
+    guard = CatastrophicOverfittingGuard(num_samples=16, every_n_steps=5)
+    (entries,) = launch(Alternating(), loader(x, y), callbacks=[training(), guard], collect=history, max_epochs=2)
+    # twelve batches of four or so: the first batch end at or after 5, 10, 15, ...
+    assert [entry["step"] for entry in entries] == [6, 10, 16, 20, 26, 30][: len(entries)]
+    assert len(entries) >= 2
+
+
 def test_every_n_epochs(launch, images):
     x, y = images(16)
     guard = CatastrophicOverfittingGuard(every_n_epochs=2)

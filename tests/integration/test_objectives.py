@@ -13,7 +13,21 @@ from torch import Tensor
 from robustdist.attacks import PGD
 from robustdist.callbacks import AdversarialTraining
 from robustdist.errors import UsageError
-from robustdist.objectives import AWP, FGSMRS, MART, NFGSM, TRADES, ConAdv, FastBAT, FreeAT, FriendlyAT, GradAlign
+from robustdist.objectives import (
+    AWP,
+    DAT,
+    FGSMRS,
+    MART,
+    NFGSM,
+    PGDAT,
+    TRADES,
+    ConAdv,
+    FastBAT,
+    FreeAT,
+    FreeLB,
+    FriendlyAT,
+    GradAlign,
+)
 
 from .support import Classifier, identical, loader, seeded_net
 from .test_metrics import Measuring
@@ -35,6 +49,20 @@ OBJECTIVES = [
     AWP(),
     AWP(TRADES(), gamma=0.005),
     AWP(gamma=0.0),
+]
+# one per way to take logits and losses from the user's step
+PASSES = [
+    PGDAT(),
+    DAT(),
+    TRADES(),
+    MART(),
+    GradAlign(),
+    FastBAT(),
+    FreeAT(2),
+    FreeLB(2),
+    ConAdv(),
+    AWP(TRADES()),
+    AWP(DAT()),
 ]
 WITH_AWP = [objective for objective in OBJECTIVES if isinstance(objective, AWP)]
 
@@ -299,3 +327,75 @@ def test_manual_optimisation_takes_what_is_one_ordinary_loss(launch, images, obj
     else:
         fit()
         assert not identical(snapshot(module), start)
+
+
+class Shifting(Classifier):
+    """Its step shifts images and labels, in the batch that it was given or beside it."""
+
+    def __init__(self, net, *, writes):
+        super().__init__(net)
+        self.writes = writes
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        x, y = (x.sub_(0.25), y.add_(1)) if self.writes else (x - 0.25, y + 1)
+        return F.cross_entropy(self(x), y % 3)
+
+
+@pytest.mark.parametrize("objective", PASSES, ids=repr)
+def test_a_step_may_write_into_its_batch(launch, images, objective):
+    x, y = images(16)
+    modules = []
+    for writes in (True, False):
+        modules.append(Shifting(seeded_net(), writes=writes))
+        launch(modules[-1], loader(x, y), callbacks=[adversarial(objective)], limit_train_batches=2)
+    assert identical(*map(snapshot, modules))
+
+
+def test_divergences_of_what_is_no_class_are_refused(launch, images):
+    x, _ = images(16)
+
+    class Regression(Classifier):
+        def training_step(self, batch, batch_idx):
+            return F.mse_loss(self(batch[0]), batch[1])
+
+    for objective in (TRADES(), AWP(TRADES())):
+        for target in (torch.rand(16, 4), torch.ones(16, 4, dtype=torch.bool)):
+            with pytest.raises(UsageError, match="no classes: TRADES compares probabilities"):
+                launch(
+                    Regression(seeded_net()),
+                    loader(x, target),
+                    callbacks=[adversarial(objective, input_key=0, target_key=1)],
+                )
+
+
+@pytest.mark.parametrize("attack_loss", ["dlr", "training_step", F.mse_loss])
+def test_an_attack_loss_beside_a_divergence_is_refused(attack_loss):
+    with pytest.raises(UsageError, match="does not go with objective=TRADES"):
+        AdversarialTraining(TRADES(), attack_loss=attack_loss)
+
+
+class Faint(Classifier):
+    """Its loss is so small that its gradients vanish in half precision. Notes the input and a weight at every pass."""
+
+    def __init__(self, net):
+        super().__init__(net, lr=0.0)
+        self.passes = []
+
+    def training_step(self, batch, batch_idx):
+        self.passes.append((batch[0].detach().clone(), self.net.head.weight.detach().clone()))
+        return 2.0**-24 * F.cross_entropy(self(batch[0]), batch[1])
+
+
+@pytest.mark.parametrize(("objective", "moved"), [(FreeLB(2), 0), (AWP(), 1)], ids=["FreeLB", "AWP"])
+def test_gradients_of_an_ascent_are_scaled_through_half_precision(launch, images, objective, moved):
+    x, y = images(32)
+    moves = []
+    for plugins in ([], scaled(2.0**16)):
+        net = seeded_net()
+        net.head.weight.data.mul_(3)
+        module = Faint(net)
+        launch(module, loader(x, y, batch_size=32), callbacks=[adversarial(objective)], plugins=plugins)
+        first, second = (seen[moved] for seen in module.passes)
+        moves.append((second - first).flatten())
+    assert float(torch.cosine_similarity(*moves, dim=0)) > 0.95

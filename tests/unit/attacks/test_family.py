@@ -190,6 +190,23 @@ def prepare(net: nn.Module, *, grads: bool) -> None:
     np.random.seed(7)
 
 
+class Shifted(nn.Module):
+    """Takes a constant off its input, in the input itself or in a copy."""
+
+    def __init__(self, net: nn.Module, *, writes: bool) -> None:
+        super().__init__()
+        self.net, self.writes = net, writes
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x.sub_(0.25) if self.writes else x - 0.25)
+
+
+def test_a_forward_may_write_into_its_input(row, task):
+    net, x, y = few(task)
+    adversarial = [row.make()(Shifted(net, writes=writes), x, labels_for(row, y)) for writes in (True, False)]
+    assert torch.equal(*adversarial)
+
+
 def test_stays_in_ball_and_box(row, task):
     net, x, y = task
     before = x.clone()

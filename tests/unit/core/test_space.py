@@ -50,11 +50,28 @@ def test_pixels_are_the_batch_as_it_was():
     assert torch.equal(view(x), net(x))
     with view.at(x + 1) as batch, view.captured(x + 1) as seen:
         assert torch.equal(batch[0], x + 1)
-        assert batch[1] is y
+        assert torch.equal(batch[1], y)
     assert seen == []
     with view.captured(x) as seen:
         logits = net(x)
     assert seen[0] is logits
+
+
+def test_what_a_step_writes_into_its_batch_stays_there():
+    net, (x, y) = TinyNet(), toy_images(4)
+    view = Pixels().view(net, (x, y))
+    point = (x / 2).requires_grad_()
+    values, classes = point.detach().clone(), y.clone()
+    with view.at(point) as batch, view.captured(point) as seen:
+        first = net(batch[0])
+        logits = net(batch[0].mul_(3))
+        batch[1].zero_()
+    assert torch.equal(point, values)
+    assert torch.equal(y, classes)
+    assert [value is first for value in seen] == [True]
+    (grad,) = torch.autograd.grad(logits.sum(), point)
+    leaf = values.requires_grad_()
+    torch.testing.assert_close(grad, torch.autograd.grad(net(leaf * 3).sum(), leaf)[0])
 
 
 def test_pixels_take_the_options_of_the_callbacks():

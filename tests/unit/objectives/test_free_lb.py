@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from robustdist.attacks import PGD, TokenPGD
 from robustdist.core.rng import Noise
-from robustdist.objectives import FreeLB
+from robustdist.errors import UsageError
+from robustdist.objectives import FreeAT, FreeLB, GradAlign
 
 EPS, ALPHA = 0.4, 0.3
 
@@ -101,3 +102,19 @@ def test_pixels_keep_their_box():
         assert float((point - x).abs().max()) <= 0.3 + 1e-6
         assert 0 <= float(point.min()) <= float(point.max()) <= 1
     assert float((seen[2] - seen[1]).abs().max()) > 0.1
+
+
+def test_a_perturbation_is_not_carried_on_to_other_tokens():
+    with pytest.raises(UsageError, match=r"FreeAT carries its perturbation on .* use FreeLB"):
+        FreeAT().adapt(TokenPGD())
+
+
+def test_grad_align_compares_with_a_point_of_the_balls_of_tokens():
+    net, x, y = sentences()
+    attack = TokenPGD(eps=EPS, step_size=ALPHA)
+    seen: list[Tensor] = []
+    net.register_forward_pre_hook(lambda module, args: seen.append(args[0].detach().clone()))
+    GradAlign()(net, x, y, attack=attack, rank=2, step=5)
+    noisy = GradAlign().adapt(attack).problem(net, x, y, Noise(0, 2, 5)).start("align")
+    assert any(torch.equal(point, noisy) for point in seen)
+    assert float(((noisy - x).norm(dim=2) / x.norm(dim=2)).max()) > 0.8 * EPS
