@@ -144,3 +144,13 @@ def test_a_step_may_take_its_batch_apart(launch, images, processes):
             pass
 
     assert measure(Destructive()) == measure(Harmless())
+
+
+def test_a_trial_run_leaves_the_report_alone(tmp_path, images):
+    def judge(**options):
+        evaluation = RobustEvaluation({"pgd": PGD(eps=0.1, steps=2)}, report_dir=str(tmp_path / "report"))
+        trainer = make_trainer(callbacks=[evaluation], default_root_dir=tmp_path, **options)
+        trainer.test(Classifier(trained_net()), loader(*images(24)), verbose=False)
+        return (tmp_path / "report" / "report.json").read_text()
+
+    assert judge() == judge(fast_dev_run=True)
