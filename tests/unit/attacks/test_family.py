@@ -82,6 +82,12 @@ ROWS = [
     Row("FAB-l1", lambda **kwargs: FAB(norm="l1", eps=15, steps=10, **kwargs), "l1", 15.0, False, False, 0.4),
     Row("FAB-nearest", lambda **kwargs: FAB(eps=0.15, steps=8, n_targets=None, **kwargs), "linf", 0.15, False, False),
     Row("Square", lambda **kwargs: Square(eps=0.25, queries=60, **kwargs), eps=0.25, max_accuracy=0.8),
+    Row(
+        "Square-ahead",
+        lambda **kwargs: Square(eps=0.25, queries=60, look_ahead=True, **kwargs),
+        eps=0.25,
+        max_accuracy=0.8,
+    ),
     Row("Square-l2", lambda **kwargs: Square(norm="l2", eps=2.5, queries=60, **kwargs), "l2", 2.5, max_accuracy=0.9),
     Row(
         "AutoAttack-l2",
