@@ -121,6 +121,7 @@ FOREIGN_PRIVATE: dict[str, set[str]] = {
     },  # what torch.compile leaves behind
     "core.folding": {"_backward_hooks", "_backward_pre_hooks", "_forward_hooks", "_forward_pre_hooks"},  # Module
     "core.guard": {"_buffers", "_fields"},  # torch.nn.Module, named tuples
+    "core.space": {"_version"},  # torch.Tensor: how often it was written into
     "core.muted": {"_modules"},  # torch.nn.Module
     "pruning.cost": {"_scaled_dot_product_flash_attention_for_cpu"},  # torch: an operator its flop counter leaves out
     "pruning.example": {"_fields"},  # named tuples: documented, public in spite of the underscore
