@@ -152,11 +152,9 @@ class BatchAdapter:
         described = ", ".join(describe(batch)) or "no entries"
         nested = [key for key, value in entries if is_container(value)]
         if nested:
-            first, second = _pair_of_tensors(batch) or (f"{nested[0]}.0", f"{nested[0]}.1")
-            raise UsageError(
-                f"the batch is nested ({described}): name the tensors, those inside by a path, "
-                f"for example input_key={first!r} and target_key={second!r}"
-            )
+            pair = _pair_of_tensors(batch)
+            example = "" if pair is None else f", for example input_key={pair[0]!r} and target_key={pair[1]!r}"
+            raise UsageError(f"the batch is nested ({described}): name the tensors, those inside by a path{example}")
         floating = [key for key, value in entries if self._fits(value)]
         if not floating and self.uint8:
             raise UsageError(f"the batch has no image, of floats or of uint8 ({described}): name it with input_key")

@@ -352,7 +352,7 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], tuple[str, ...]]] = {
     "nested-dataclass": ((Frozen(X, Y), X, Y), {}, ("nested", "input_key", "target_key")),
     "nested-deeper": ({"a": {"b": [X, Y]}}, {}, ("nested", "input_key='a.b.0' and target_key='a.b.1'")),
     "nested-beside": ((X, Y, {"w": X}), {}, ("nested", "input_key='0' and target_key='1'")),
-    "nested-nothing": ([{"w": "text"}], {}, ("nested", "input_key", "target_key")),
+    "nested-single": ([{"w": X}], {}, ("nested", "by a path")),
     "input-last": ((Y, X), {}, ("no entry after the input", "target_key")),
     "single": ([X], {}, ("no entry after the input", "target_key")),
     "no-target-name": ({"x": X, "idx": Y}, {}, ("no entry looks like a target", "idx: int64[4]", "target_key")),
