@@ -112,8 +112,8 @@ class AWP(Wrapper):
         if loss is None:
             return None
         moved = _movable(context.module)
-        grads: tuple[Tensor | None, ...] = torch.autograd.grad(context.loss_scale * loss, moved, allow_unused=True)
         # scaled on their way through half precision, as the update is; their lengths play no part
+        grads: tuple[Tensor | None, ...] = torch.autograd.grad(context.loss_scale * loss, moved, allow_unused=True)
         with torch.no_grad():
             for parameter, grad in zip(moved, grads, strict=True):
                 if grad is None:

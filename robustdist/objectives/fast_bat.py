@@ -98,8 +98,7 @@ class FastBAT(Objective):
 
         def ascent(delta: Tensor, *, create_graph: bool) -> Tensor:
             leaf = delta.detach().requires_grad_()
-            once = strided_pointwise(context.module, x.device)
-            with twice_differentiable() if create_graph else once:
+            with twice_differentiable() if create_graph else strided_pointwise(context.module, x.device):
                 logits = problem.logits(x + leaf)
             value = problem.loss(logits, problem.y).sum()
             # scaled on its way through half precision, as the update is

@@ -59,8 +59,7 @@ class GradAlign(Objective):
 
         def gradient(at: Tensor, *, create_graph: bool) -> Tensor:
             leaf = at.detach().requires_grad_()
-            once = strided_pointwise(context.module, at.device)
-            with twice_differentiable() if create_graph else once:
+            with twice_differentiable() if create_graph else strided_pointwise(context.module, at.device):
                 logits = problem.logits(leaf)
             # scaled on its way through half precision, as the update is; the cosine does not see it
             value = problem.loss_scale * problem.loss(logits, problem.y).sum()
